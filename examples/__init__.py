@@ -1,0 +1,1 @@
+"""Small applications that use fastapi_dedup, each with its tests in `tests/examples`."""

@@ -1,0 +1,71 @@
+"""Hooks: every event, told to whoever asked for it.
+
+A hook is any callable that takes an `Event`. It runs inline, so it must be quick and must not block;
+what it raises is logged and changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from datetime import timedelta
+
+__all__ = ["Event", "EventKind", "Hook", "tell"]
+
+logger = logging.getLogger("fastapi_dedup")
+
+
+class EventKind(enum.Enum):
+    """What happened."""
+
+    CLAIMED = "claimed"
+    COMMITTED = "committed"
+    RELEASED = "released"
+    DUPLICATE = "duplicate"
+    IN_FLIGHT = "in_flight"
+    MISMATCH = "mismatch"
+    MISSING = "missing"
+    INVALID = "invalid"
+    TOO_LARGE = "too_large"
+    UNAVAILABLE = "unavailable"
+    REAPED = "reaped"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened to a logical id, or to the table of claims.
+
+    Attributes:
+        kind: What happened.
+        logical_id: The id; "" where there is none (missing ids, reaped batches).
+        scope: The scope in its legible form; "" like `logical_id`.
+        age: How old the first claim is, for duplicates whose claim can be seen.
+        count: How many claims were reaped.
+    """
+
+    kind: EventKind
+    logical_id: str = ""
+    scope: str = ""
+    age: timedelta | None = None
+    count: int = 0
+
+
+class Hook(Protocol):
+    """Anything that can be called with an event."""
+
+    def __call__(self, event: Event, /) -> object:
+        """Take note of the event."""
+
+
+def tell(hooks: Iterable[Hook], event: Event) -> None:
+    """Tell every hook; one that raises is logged and keeps nobody else from hearing."""
+    for hook in hooks:
+        try:
+            hook(event)
+        except Exception:
+            logger.exception("hook %r failed on %s", hook, event.kind.value)

@@ -1,0 +1,196 @@
+"""A message as the core's doors see it, whichever broker brought it; and what its id is. No I/O."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastapi_dedup.errors import ConfigurationError, InvalidLogicalIdError, MissingLogicalIdError
+from fastapi_dedup.identities import DEDUPLICATION_HEADER
+from fastapi_dedup.identity import from_field_values, legal, lookup, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastapi_dedup.policy import Policy
+
+__all__ = ["Envelope", "check_policy", "envelope_of", "fingerprint_of", "id_of", "scope_of", "with_stamp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message and what surrounds it.
+
+    Attributes:
+        body: The message itself: decoded, or bytes, which are read as JSON where a member is asked for.
+        headers: Its headers; names are compared without regard to case.
+        delivery_id: The broker's own id of the message; None where it has none.
+        destination: Where it arrived: the queue, subject or topic; "" where that is not known.
+        message: The broker library's own object; None where there is none.
+    """
+
+    body: Any
+    headers: Mapping[str, Any] = field(default_factory=dict)
+    delivery_id: str | None = None
+    destination: str = ""
+    message: Any = None
+
+    @property
+    def received(self) -> Any:
+        """What handlers and the policies' callables get: the broker library's own object, else the body."""
+        return self.body if self.message is None else self.message
+
+
+def envelope_of(message: Any) -> Envelope:
+    """Return a message as an envelope: an `Envelope` as it is, else with its `headers`, if it has any."""
+    if isinstance(message, Envelope):
+        return message
+    headers = getattr(message, "headers", None)
+    return Envelope(message, headers if isinstance(headers, Mapping) else {}, message=message)
+
+
+def with_stamp(headers: Mapping[str, Any], stamp: Mapping[str, str]) -> dict[str, Any]:
+    """Return a copy of a message's headers with a publisher's stamp; what is there already stays as it is."""
+    present = {name.lower() for name in headers}
+    return {**headers, **{name: value for name, value in stamp.items() if name.lower() not in present}}
+
+
+def id_of(
+    policy: Policy, envelope: Envelope, *, called: object = None, derive: Callable[[Any], str | None]
+) -> str | None:
+    """Return a message's id under a policy, or None where an optional one is missing.
+
+    Args:
+        policy: The policy.
+        envelope: The message.
+        called: What the policy's callable source returned.
+        derive: Returns the identity that the message's type declares.
+
+    Raises:
+        MissingLogicalIdError: The id is required.
+        InvalidLogicalIdError: It is there and is no legal id.
+        ConfigurationError: The source is none that messages have.
+    """
+    parts: dict[str, str | None]
+    match policy.source:
+        case "delivery":
+            parts = {"the delivery's id": legal(envelope.delivery_id, field="the delivery's id")}
+        case "header" | "anything":
+            parts = {
+                f"header.{name}": _from_header(envelope.headers, name)
+                for name in policy.headers(DEDUPLICATION_HEADER)
+            }
+            if policy.source == "anything" and not any(parts.values()):
+                parts = {f"header.{DEDUPLICATION_HEADER}": _derived(envelope.body, derive)}
+        case "body":
+            body = _decoded(envelope.body)
+            parts = {
+                f"body.{name}": legal(lookup(body, name), field=f"body.{name}") for name in policy.members
+            }
+        case source if callable(source):
+            parts = {"the id": legal(called, field="the id")}
+        case source:
+            raise ConfigurationError(_no_such_source(source))
+    return resolve(parts, required=policy.required)
+
+
+def scope_of(
+    policy: Policy, envelope: Envelope, endpoint: str, called: tuple[object, ...]
+) -> tuple[str, ...]:
+    """Return the parts of the scope that a message's id is unique in.
+
+    Args:
+        policy: The policy.
+        envelope: The message.
+        endpoint: The handler's name, where the message does not say where it arrived.
+        called: What the callables in the policy's scope returned, in their order.
+
+    Raises:
+        MissingLogicalIdError: A callable returned nothing.
+    """
+    place = envelope.destination or endpoint
+    if policy.source == "delivery":
+        return ("delivery", place) if policy.identity == "id_and_destination" else ("delivery",)
+    principals = iter([_principal(value) for value in called])
+    match policy.scope:
+        case None:
+            return "message", place
+        case str() as name:
+            return (name,)
+        case tuple() as parts:
+            return tuple([part if isinstance(part, str) else next(principals) for part in parts])
+        case _:
+            return "message", place, *principals
+
+
+def fingerprint_of(policy: Policy, envelope: Envelope, *, called: object = None) -> bytes | None:
+    """Return the fingerprint of a message's body; None where the policy leaves it out, as by default."""
+    if not policy.fingerprint:
+        return None
+    chosen = called if callable(policy.fingerprint) else _decoded(envelope.body)
+    if not isinstance(chosen, bytes):
+        chosen = json.dumps(chosen, sort_keys=True, separators=(",", ":"), default=_plain).encode()
+    return hashlib.sha256(chosen).digest()
+
+
+def check_policy(policy: Policy) -> None:
+    """Refuse a policy that messages cannot keep, where the handler is made.
+
+    Raises:
+        ConfigurationError: Its source or scope exists over HTTP only.
+    """
+    if policy.source in {"path", "query", "form"}:
+        raise ConfigurationError(_no_such_source(policy.source))
+    if not (policy.scope is None or isinstance(policy.scope, str | tuple) or callable(policy.scope)):
+        msg = "scope=Depends(...) is for HTTP routes: give a name, or a callable that takes the message"
+        raise ConfigurationError(msg)
+
+
+def _no_such_source(source: object) -> str:
+    return f"a message has no {source}: use source='header', 'body', 'delivery', 'anything' or a callable"
+
+
+def _from_header(headers: Mapping[str, Any], name: str) -> str | None:
+    values = [value for key, value in headers.items() if key.lower() == name.lower()]
+    field = f"header.{name}"
+    try:
+        texts = [value.decode() if isinstance(value, bytes) else value for value in values]
+    except UnicodeDecodeError as error:
+        raise InvalidLogicalIdError(field, "it is not UTF-8") from error
+    return from_field_values(texts, field=field)
+
+
+def _derived(body: Any, derive: Callable[[Any], str | None]) -> str | None:
+    try:
+        return derive(_decoded(body))
+    except InvalidLogicalIdError:
+        if isinstance(body, bytes | bytearray | memoryview | str):
+            return None  # no JSON, so no members
+        raise
+
+
+def _principal(value: object) -> str:
+    principal = legal(value, field="scope")
+    if principal is None:
+        raise MissingLogicalIdError("scope")
+    return principal
+
+
+def _decoded(body: Any) -> Any:
+    if not isinstance(body, bytes | bytearray | memoryview | str):
+        return body
+    try:
+        return json.loads(bytes(body) if isinstance(body, memoryview) else body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidLogicalIdError("body", "it is not JSON") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return an object's fields, for the fingerprint of a model, dataclass or struct."""
+    for dump in ("model_dump", "__getstate__"):
+        if hasattr(value, dump):
+            return getattr(value, dump)()
+    return str(value)

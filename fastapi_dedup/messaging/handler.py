@@ -1,0 +1,270 @@
+"""The message door: `dedup.handler(policy)` wraps a handler with the core that HTTP has.
+
+What came of a message is a value, so that a broker module can turn it into an acknowledgement:
+
+    HANDLED     ack, after COMMIT
+    DUPLICATE   ack: the work is done
+    IN_FLIGHT   never ack: the work may still fail; deliver again later
+
+What went wrong is an error: a missing or illegal id (dead-letter it), a store that is down (deliver again),
+or whatever the handler raised (the broker's own retry policy).
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import logging
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import cached_property, partial, update_wrapper
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+
+from anyio import to_thread
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from fastapi_dedup.claims import Claim, Duplicate, Mismatch
+from fastapi_dedup.core import error_of, settled
+from fastapi_dedup.errors import (
+    ConfigurationError,
+    InvalidLogicalIdError,
+    MissingLogicalIdError,
+)
+from fastapi_dedup.messaging.envelope import (
+    Envelope,
+    check_policy,
+    envelope_of,
+    fingerprint_of,
+    id_of,
+    scope_of,
+)
+from fastapi_dedup.policy import Endpoint
+from fastapi_dedup.stores.transactions import BorrowedTransaction
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from fastapi_dedup.claims import Intent
+    from fastapi_dedup.policy import Policy
+    from fastapi_dedup.runtime import Dedup
+
+__all__ = ["MessageHandler", "Result", "handle"]
+
+logger = logging.getLogger("fastapi_dedup")
+
+
+class Result(enum.Enum):
+    """What came of a message."""
+
+    HANDLED = "handled"
+    DUPLICATE = "duplicate"
+    IN_FLIGHT = "in_flight"
+
+
+async def handle(
+    dedup: Dedup,
+    policies: Sequence[Policy],
+    envelope: Envelope,
+    work: Callable[[AsyncSession, Claim | None], Awaitable[object]],
+    *,
+    endpoint: str = "",
+    session: AsyncSession | None = None,
+) -> Result:
+    """Claim, run and settle one message: what every message door calls.
+
+    Args:
+        dedup: The runtime.
+        policies: The policies, in the order of their claims.
+        envelope: The message.
+        work: The handler. It gets the session that the claims are in, and the last claim (None where
+            every id is optional and missing).
+        endpoint: The handler's name, for the scope of messages that do not say where they arrived.
+        session: The handler's own session; None takes the policies', else opens one.
+
+    Returns:
+        What came of it. With `HANDLED`, the transactions that are ours have been committed.
+
+    Raises:
+        MissingLogicalIdError: A required id is missing: dead-letter the message, a retry changes nothing.
+        InvalidLogicalIdError: The same for an illegal id.
+        FingerprintMismatchError: The same for an id that was used for another payload.
+        StoreUnavailableError: The store is down; the handler was not run.
+        Exception: Whatever the handler raised; its ids are free again.
+    """
+    delivery = dedup.delivery()
+    try:
+        intents = [await _intent(dedup, policy, envelope, endpoint) for policy in policies]
+    except (MissingLogicalIdError, InvalidLogicalIdError) as error:
+        delivery.unidentified(error)
+        raise
+    async with settled(delivery), _session(policies, session) as theirs:
+        transaction = delivery.own if theirs is None else BorrowedTransaction(theirs)
+        claim = None
+        for policy, intent in zip(policies, intents, strict=True):
+            if intent is None:
+                continue
+            wait = policy.wait_timeout if policy.in_flight == "wait" else None
+            outcome = await delivery.claim(intent, transaction, wait=wait)
+            if not isinstance(outcome, Claim):
+                await delivery.fail()
+                if isinstance(outcome, Mismatch):
+                    raise error_of(intent, outcome)
+                return Result.DUPLICATE if isinstance(outcome, Duplicate) else Result.IN_FLIGHT
+            claim = outcome
+        await work(transaction.session, claim)
+        await delivery.worked()
+    return Result.HANDLED
+
+
+async def _intent(dedup: Dedup, policy: Policy, envelope: Envelope, endpoint: str) -> Intent | None:
+    message = envelope.received
+    called = await _called(policy.source, message) if callable(policy.source) else None
+    logical_id = id_of(policy, envelope, called=called, derive=dedup.identities.of)
+    if logical_id is None:
+        return None
+    parts = policy.scope if isinstance(policy.scope, tuple) else (policy.scope,)
+    principals = tuple([await _called(part, message) for part in parts if callable(part)])
+    chosen = await _called(policy.fingerprint, message) if callable(policy.fingerprint) else None
+    delivered = policy.source == "delivery"
+    return dedup.intent(
+        logical_id,
+        scope=scope_of(policy, envelope, endpoint, principals),
+        window=policy.keep_after_handling if delivered else policy.window,
+        fingerprint=fingerprint_of(policy, envelope, called=chosen),
+        from_end=delivered,
+    )
+
+
+async def _called(call: Any, message: Any) -> Any:
+    value = call(message)
+    return await value if inspect.isawaitable(value) else value
+
+
+@asynccontextmanager
+async def _session(
+    policies: Sequence[Policy], given: AsyncSession | None
+) -> AsyncIterator[AsyncSession | None]:
+    """Yield the handler's own session: given, or made by the policies' `session=`; None where it has none."""
+    sources = {_factory(policy.session) for policy in policies if policy.session is not None}
+    if given is not None or not sources:
+        yield given
+        return
+    made = sources.pop()()
+    if inspect.isasyncgen(made):
+        made = asynccontextmanager(lambda: made)()
+    if isinstance(made, AbstractAsyncContextManager):
+        async with made as session:
+            yield session
+    else:
+        yield await made if inspect.isawaitable(made) else made
+
+
+def _factory(session: Any) -> Callable[[], Any]:
+    """Return what makes a session, whether it is named as for FastAPI (Depends, Annotated) or plainly."""
+    if get_origin(session) is Annotated:
+        session = next((each for each in get_args(session)[1:] if hasattr(each, "dependency")), session)
+    factory: Callable[[], Any] = getattr(session, "dependency", session)
+    return factory
+
+
+class MessageHandler:
+    """A handler of messages, wrapped: call it with a message, and it returns a `Result`.
+
+    The handler is any function whose first parameter is the message. A synchronous one runs in a worker
+    thread. Of its other parameters, one that is annotated as `AsyncSession` gets the session that the claim
+    is in, and one that is annotated as `Claim` the claim; the rest comes from the caller. A caller that
+    gives the session itself makes the claim ride that one.
+
+    Args:
+        dedup: The runtime.
+        policies: The policies, in the order of their claims. Without any, `Dedup.require` decides when the
+            first message comes.
+        function: The handler.
+        endpoint: The name of the place where the messages arrive; part of the default scope where the
+            envelope does not say it. Default: the function's module and name.
+
+    Raises:
+        ConfigurationError: A policy cannot be kept for messages.
+    """
+
+    def __init__(
+        self, dedup: Dedup, policies: Sequence[Policy], function: Callable[..., Any], *, endpoint: str | None
+    ) -> None:
+        for policy in policies:
+            check_policy(policy)
+        if len({_factory(policy.session) for policy in policies if policy.session is not None}) > 1:
+            msg = "the policies of one handler name different sessions: a handler has one transaction"
+            raise ConfigurationError(msg)
+        self._dedup = dedup
+        self._explicit = tuple(policies)
+        self._function = function
+        self._endpoint = (
+            endpoint or f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
+        )
+        self._session_name, self._claim_name = _parameters(function)
+        self._warned = False
+        update_wrapper(self, function)
+
+    @cached_property
+    def _policies(self) -> tuple[Policy, ...]:
+        if self._explicit:
+            return self._explicit
+        required = self._dedup.required_of(Endpoint("message", self._endpoint, self._function))
+        if required is None:
+            msg = (
+                f"the handler {self._endpoint} has no policy, and nothing is required of it: "
+                "write dedup.handler(Deduplicated(...)), or dedup.require(predicate, policy)"
+            )
+            raise ConfigurationError(msg)
+        check_policy(required)
+        return (required,)
+
+    async def __call__(self, message: Any, *args: Any, **kwargs: Any) -> Result:
+        """Handle a message: an `Envelope`, or the message itself, whose `headers` are taken if it has any."""
+        envelope = envelope_of(message)
+        given = kwargs.get(self._session_name) if self._session_name else None
+
+        async def work(session: AsyncSession, claim: Claim | None) -> None:
+            if self._session_name:
+                kwargs[self._session_name] = session
+            if self._claim_name:
+                kwargs[self._claim_name] = claim
+            self._warn_if_unused()
+            await _run(self._function, envelope.received, *args, **kwargs)
+
+        return await handle(
+            self._dedup, self._policies, envelope, work, endpoint=self._endpoint, session=given
+        )
+
+    def _warn_if_unused(self) -> None:
+        unused = not (self._session_name or self._claim_name)
+        if unused and not self._warned and all(policy.session is None for policy in self._policies):
+            self._warned = True
+            logger.warning(
+                "the handler %s has a claim in a transaction that it never uses, so a crash between the two "
+                "commits doubles or loses work. Give it a parameter annotated as AsyncSession, or name its "
+                "session with Deduplicated(session=...)",
+                self._endpoint,
+            )
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str | None, str | None]:
+    """Return the names of the parameters for the session and for the claim."""
+    try:
+        hints = get_type_hints(function, include_extras=False)
+    except (NameError, TypeError):
+        hints = {}
+    hints.pop("return", None)
+    session = claim = None
+    for name, hint in hints.items():
+        for kind in get_args(hint) or (hint,):
+            if isinstance(kind, type) and issubclass(kind, AsyncSession):
+                session = name
+            if kind is Claim:
+                claim = name
+    return session, claim
+
+
+async def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+    call = partial(function, *args, **kwargs)
+    value = call() if inspect.iscoroutinefunction(function) else await to_thread.run_sync(call)
+    return await value if inspect.isawaitable(value) else value

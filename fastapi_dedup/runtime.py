@@ -1,0 +1,392 @@
+"""`Dedup`: wires database, window, reaper and hooks, and opens deliveries for every door."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from sqlalchemy import MetaData
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+
+from fastapi_dedup.claims import DEFAULT_WINDOW, Claim, Intent, positive
+from fastapi_dedup.core import Delivery, error_of, settled
+from fastapi_dedup.errors import ConfigurationError, MissingLogicalIdError, StoreUnavailableError
+from fastapi_dedup.flights import Flights
+from fastapi_dedup.identities import Identities
+from fastapi_dedup.identity import legal
+from fastapi_dedup.messaging.handler import MessageHandler
+from fastapi_dedup.policy import Policy
+from fastapi_dedup.reaper import Reaper
+from fastapi_dedup.stores.dialects import sqlite
+from fastapi_dedup.stores.sql import DEFAULT_TABLE, SqlStore, claims_table
+from fastapi_dedup.stores.transactions import BorrowedTransaction, OwnTransaction
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+    from types import TracebackType
+    from typing import Self
+
+    from fastapi_dedup.hooks import Hook
+    from fastapi_dedup.policy import Endpoint
+    from fastapi_dedup.stores.transactions import SessionTransaction
+
+__all__ = ["DATABASE_URL_VARIABLE", "Dedup"]
+
+logger = logging.getLogger("fastapi_dedup")
+
+DATABASE_URL_VARIABLE = "FASTAPI_DEDUP_DATABASE_URL"
+EMBEDDED_URL = "sqlite+aiosqlite:///fastapi_dedup.db"
+_BUSY_TIMEOUT = 30.0
+
+# Which drivers serve a URL that names none, and the extra that brings each.
+_DRIVERS = {
+    "postgresql": (("asyncpg", "postgresql"), ("psycopg", "psycopg")),
+    "sqlite": (("aiosqlite", "sqlite"),),
+    "mysql": (("asyncmy", "asyncmy"), ("aiomysql", "aiomysql")),
+    "mariadb": (("asyncmy", "asyncmy"), ("aiomysql", "aiomysql")),
+}
+
+
+class Dedup:
+    """The runtime: where claims live, how long they count, and who hears of them.
+
+    One `Dedup` serves one database. `DedupMiddleware` starts and stops it with the app; scripts and workers
+    write `async with dedup:`, or just use it, for the first claim needs no more than the table.
+
+    Args:
+        bind: The database: a URL, an `AsyncEngine` or an `async_sessionmaker`. Give the engine or
+            sessionmaker of your handlers, and claims share their pool. None reads the environment
+            variable `FASTAPI_DEDUP_DATABASE_URL`, else uses SQLite in the file `fastapi_dedup.db` in
+            the working directory.
+        window: How long ids are honoured unless a policy says otherwise. Default 24 hours. The end of the
+            window is stored with each claim, so changing this changes no earlier claim.
+        create_table: Whether to create the table of claims at start-up. None creates it on the embedded
+            default only; elsewhere a missing table is an error at start-up.
+        table: The name of the table. Default `dedup_claims`.
+        schema: The schema that the table is in. None is the connection's default.
+        reap_every: How long the reaper pauses between sweeps. None never sweeps: run `await dedup.reap()`
+            from a job of your own. Default 5 minutes.
+        reap_batch: The most claims that one reaping statement deletes. Default 1000.
+        hooks: Callables that are told every `fastapi_dedup.hooks.Event`.
+
+    Attributes:
+        identities: The publisher's rules: which id a message has by its type.
+
+    Raises:
+        ConfigurationError: The options cannot be kept, the driver is not installed, or the database is of
+            a kind that no store here keeps its promises on.
+    """
+
+    def __init__(
+        self,
+        bind: str | URL | AsyncEngine | async_sessionmaker[Any] | None = None,
+        *,
+        window: timedelta = DEFAULT_WINDOW,
+        create_table: bool | None = None,
+        table: str = DEFAULT_TABLE,
+        schema: str | None = None,
+        reap_every: timedelta | None = timedelta(minutes=5),
+        reap_batch: int = 1000,
+        hooks: Iterable[Hook] = (),
+    ) -> None:
+        self.window = positive("window", window)
+        if isinstance(reap_batch, bool) or not isinstance(reap_batch, int) or reap_batch < 1:
+            msg = f"reap_batch must be a whole number of at least 1, not {reap_batch!r}"
+            raise ConfigurationError(msg)
+        embedded = bind is None and not os.environ.get(DATABASE_URL_VARIABLE)
+        self._open_session, self.engine, self._owns_engine = _bound(bind)
+        self._create_table = embedded if create_table is None else create_table
+        self._table = claims_table(MetaData(), name=table, schema=schema)
+        self._store = SqlStore(self.engine, self._table)
+        self._hooks = tuple(hooks)
+        self._required: list[tuple[Callable[[Endpoint], bool], Policy]] = []
+        self.identities = Identities()
+        self._flights = Flights()
+        self._reap_every = reap_every
+        self._reaper = Reaper(
+            self._store,
+            every=timedelta(minutes=5) if reap_every is None else positive("reap_every", reap_every),
+            batch=reap_batch,
+            hooks=self._hooks,
+        )
+        self._started = False
+        self._starting = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        """Name the database, without its password."""
+        return f"Dedup({self.engine.url.render_as_string()!r})"
+
+    # Life
+
+    @property
+    def started(self) -> bool:
+        """Whether `start` has run and `stop` has not."""
+        return self._started
+
+    async def start(self) -> None:
+        """Create or check the table, and start the reaper. Does nothing the second time.
+
+        A database that is down does not keep the app from starting, unless the table is to be created:
+        claims answer 503 until it is back.
+
+        Raises:
+            ConfigurationError: The table is missing.
+            StoreUnavailableError: The table is to be created, and the database did not answer.
+        """
+        async with self._starting:
+            if self._started:
+                return
+            await self._prepare_table()
+            if self._reap_every is not None:
+                self._reaper.start()
+            self._started = True
+
+    async def _prepare_table(self) -> None:
+        if self._create_table:
+            await self.create_table()
+            return
+        try:
+            present = await self._store.has_table()
+        except StoreUnavailableError:
+            logger.warning("%r does not answer; claims are refused until it does", self, exc_info=True)
+            return
+        if not present:
+            msg = (
+                f"the table {self._table.fullname!r} is missing in {self.engine.url.render_as_string()}: "
+                "create it with Dedup(..., create_table=True), await dedup.create_table(), or a migration"
+            )
+            raise ConfigurationError(msg)
+
+    async def stop(self) -> None:
+        """Stop the reaper, and close the pool if this runtime made it. It may be started again."""
+        self._started = False
+        await self._reaper.stop()
+        await self._flights.drain()
+        if self._owns_engine:
+            await self.engine.dispose()
+
+    async def __aenter__(self) -> Self:
+        """Start."""
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        await self.stop()
+
+    async def create_table(self) -> None:
+        """Create the table of claims unless it is there. Any number of processes may do so at once.
+
+        Raises:
+            StoreUnavailableError: The database did not answer.
+        """
+        await self._store.create_table()
+
+    async def reap(self) -> int:
+        """Delete the expired claims now, in bounded batches, and return how many there were."""
+        return await self._reaper.run_once()
+
+    async def release(self, logical_id: str, *, scope: str | tuple[str, ...]) -> bool:
+        """Give an id back that an operator knows to be free to run again.
+
+        Args:
+            logical_id: The id.
+            scope: Its scope: a name, or the parts of the scope as a tuple such as `("POST", "/orders")`.
+
+        Returns:
+            Whether there was a claim.
+        """
+        return await self._store.release(self.intent(logical_id, scope=scope), None)
+
+    # Policies
+
+    def require(self, predicate: Callable[[Endpoint], bool], policy: Policy) -> None:
+        """Require a policy of every endpoint that a predicate picks: routes and message handlers alike.
+
+        An endpoint with a policy of its own keeps that one. Where several predicates pick an endpoint, the
+        first one counts. Routes are looked at when the app starts, handlers when their first message comes.
+
+        Args:
+            predicate: Takes a `fastapi_dedup.policy.Endpoint`, and returns whether the policy is its.
+            policy: The policy; a `Deduplicated` where routes are to be picked.
+
+        Raises:
+            ConfigurationError: The predicate cannot be called, or the policy is none.
+        """
+        if not callable(predicate) or not isinstance(policy, Policy):
+            msg = (
+                "require(predicate, policy) takes a callable that picks endpoints, and a Deduplicated(...): "
+                f"not {predicate!r} and {policy!r}"
+            )
+            raise ConfigurationError(msg)
+        self._required.append((predicate, policy))
+
+    def required_of(self, endpoint: Endpoint) -> Policy | None:
+        """Return the policy that is required of an endpoint; None where there is none."""
+        return next((policy for predicate, policy in self._required if predicate(endpoint)), None)
+
+    def handler(
+        self, *policies: Policy, endpoint: str | None = None
+    ) -> Callable[[Callable[..., Any]], MessageHandler]:
+        """Wrap a message handler with the core that routes have.
+
+            @dedup.handler(Deduplicated(source="body", member="order_id"))
+            async def on_order(message: dict, session: AsyncSession) -> None: ...
+
+            result = await on_order(message)    # HANDLED, DUPLICATE or IN_FLIGHT
+
+        Args:
+            *policies: The policies: one, or a delivery-level one and a logical one. None takes what
+                `require` asks of the handler.
+            endpoint: The name of the place where the messages arrive. Default: the function's name.
+
+        Raises:
+            ConfigurationError: A policy cannot be kept for messages.
+        """
+        return partial(MessageHandler, self, policies, endpoint=endpoint)
+
+    # Deliveries
+
+    def intent(
+        self,
+        logical_id: str,
+        *,
+        scope: str | tuple[str, ...],
+        window: timedelta | None = None,
+        fingerprint: bytes | None = None,
+        from_end: bool = False,
+    ) -> Intent:
+        """Return what a delivery wants done once, with this runtime's window where none is given."""
+        parts = (scope,) if isinstance(scope, str) else scope
+        return Intent(parts, logical_id, self.window if window is None else window, fingerprint, from_end)
+
+    def delivery(self) -> Delivery[SessionTransaction]:
+        """Return a new delivery, with a transaction of its own that opens when it is used."""
+        own: SessionTransaction = OwnTransaction(self._open_session)
+        return Delivery(self._store, own, flights=self._flights, hooks=self._hooks)
+
+    @asynccontextmanager
+    async def claim(
+        self,
+        logical_id: str,
+        *,
+        scope: str | tuple[str, ...],
+        session: AsyncSession | None = None,
+        window: timedelta | None = None,
+        fingerprint: bytes | None = None,
+        in_flight: Literal["reject", "wait"] = "reject",
+        wait_timeout: timedelta = timedelta(seconds=10),
+    ) -> AsyncIterator[Claim]:
+        """Claim an id around a block of work: the primitive, for jobs and scripts.
+
+            async with dedup.claim("nightly|2026-11-30", scope="rebuild") as claim:
+                await rebuild(claim.session)
+
+        Without `session` the block works in `claim.session`, which is committed together with the claim
+        when the block ends, and rolled back when it raises. With `session` the claim rides that session's
+        transaction, which stays yours to commit; if the block raises, the claim is withdrawn from it.
+
+        Args:
+            logical_id: The id.
+            scope: The namespace that it is unique in: a name, or a tuple of parts.
+            session: The session to ride; None opens one.
+            window: How long the id is honoured; None takes the runtime's.
+            fingerprint: Digest of the payload; None leaves the payload out of it.
+            in_flight: `"reject"` a twin of unfinished work at once, or `"wait"` for its outcome.
+            wait_timeout: How long to wait.
+
+        Yields:
+            The claim.
+
+        Raises:
+            DuplicateError: The work is done.
+            ClaimInFlightError: The work is under way.
+            FingerprintMismatchError: The id was claimed for another payload.
+            MissingLogicalIdError: The id is blank.
+            InvalidLogicalIdError: The id is no legal one.
+            StoreUnavailableError: The database did not answer.
+        """
+        legal_id = legal(logical_id, field="logical_id")
+        if legal_id is None:
+            raise MissingLogicalIdError("logical_id")
+        if window is not None:
+            positive("window", window)
+        wait = positive("wait_timeout", wait_timeout) if in_flight == "wait" else None
+        intent = self.intent(legal_id, scope=scope, window=window, fingerprint=fingerprint)
+        delivery = self.delivery()
+        transaction = delivery.own if session is None else BorrowedTransaction(session)
+        async with settled(delivery):
+            outcome = await delivery.claim(intent, transaction, wait=wait)
+            if not isinstance(outcome, Claim):
+                raise error_of(intent, outcome)
+            yield outcome
+
+
+def _bound(
+    bind: str | URL | AsyncEngine | async_sessionmaker[Any] | None,
+) -> tuple[async_sessionmaker[Any], AsyncEngine, bool]:
+    """Return what opens sessions, the engine behind it, and whether the engine is ours to dispose of."""
+    if isinstance(bind, async_sessionmaker):
+        engine = bind.kw.get("bind")
+        if not isinstance(engine, AsyncEngine):
+            msg = "the async_sessionmaker has no AsyncEngine as its bind: give Dedup(...) the engine itself"
+            raise ConfigurationError(msg)
+        return bind, engine, False
+    if isinstance(bind, AsyncEngine):
+        return async_sessionmaker(bind, expire_on_commit=False), bind, False
+    if bind is None:
+        bind = os.environ.get(DATABASE_URL_VARIABLE) or EMBEDDED_URL
+        logger.info("claims are kept in %s", make_url(bind).render_as_string())
+    if not isinstance(bind, str | URL):
+        msg = (
+            f"Dedup(...) takes a URL, an AsyncEngine or an async_sessionmaker, not {type(bind).__name__}: "
+            "a synchronous engine becomes one with create_async_engine(url)"
+        )
+        raise ConfigurationError(msg)
+    engine = _engine(bind)
+    return async_sessionmaker(engine, expire_on_commit=False), engine, True
+
+
+def _engine(bind: str | URL) -> AsyncEngine:
+    try:
+        url = make_url(bind)
+    except ArgumentError as error:
+        msg = f"{DATABASE_URL_VARIABLE} or the URL given to Dedup(...) is no database URL: {error}"
+        raise ConfigurationError(msg) from error
+    backend = url.get_backend_name()
+    candidates = _DRIVERS.get(backend, ())
+    if "+" not in url.drivername and candidates:
+        url = _with_driver(url, backend)
+    try:
+        engine = create_async_engine(url)
+    except ImportError as error:
+        hints = " or ".join(f"'fastapi-dedup[{extra}]'" for _, extra in candidates) or "the driver"
+        msg = f"the driver of {url.drivername} is not installed: pip install {hints}"
+        raise ConfigurationError(msg) from error
+    except Exception as error:
+        msg = f"SQLAlchemy makes no asynchronous engine of {url.render_as_string()}: {error}"
+        raise ConfigurationError(msg) from error
+    if backend == "sqlite":
+        sqlite.prepare_engine(engine.sync_engine, busy_timeout=_BUSY_TIMEOUT)
+    return engine
+
+
+def _with_driver(url: URL, backend: str) -> URL:
+    """Return a URL that names no driver with the first asynchronous one that is installed."""
+    for driver, _ in _DRIVERS[backend]:
+        named = url.set(drivername=f"{backend}+{driver}")
+        try:
+            named.get_dialect().import_dbapi()
+        except ImportError:
+            continue
+        return named
+    return url.set(drivername=f"{backend}+{_DRIVERS[backend][0][0]}")

@@ -1,0 +1,1 @@
+"""Where claims live: stores that keep the `fastapi_dedup.core.Store` protocol."""

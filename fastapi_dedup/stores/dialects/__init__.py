@@ -1,0 +1,1 @@
+"""What each kind of database does in its own way."""

@@ -1,0 +1,197 @@
+"""SQLite 3.35 and newer, through aiosqlite.
+
+SQLite has one writer at a time, and the writer's lock is on the whole file. So a twin in the same process is
+found among the process's own flights, never by queueing for the lock; one in another process waits for the
+writer to end (the driver's `timeout`) and is then told the outcome.
+
+Times are kept as SQLAlchemy keeps them, as UTC text, and come from SQLite's own clock, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import event, exc, text
+from sqlalchemy.pool import StaticPool
+
+from fastapi_dedup.claims import Claimed, Duplicate, InFlight, Receipt, scope_text, verdict
+from fastapi_dedup.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Dialect, Engine, Row, Table
+
+    from fastapi_dedup.claims import Intent, Mismatch, Outcome
+
+__all__ = ["SQLite", "prepare_engine"]
+
+_NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now') || '000'"
+_THEN = "strftime('%Y-%m-%d %H:%M:%f', 'now', :window) || '000'"
+
+# One step of a statement sees one 'now', so claim and window start at the same moment.
+_CLAIM = f"""
+INSERT INTO {{table}} AS held (key, scope, logical_id, token, fingerprint, claimed_at, expires_at)
+VALUES (:key, :scope, :logical_id, :token, :fingerprint, {_NOW}, {_THEN})
+ON CONFLICT (key) DO UPDATE
+   SET token = excluded.token, fingerprint = excluded.fingerprint,
+       claimed_at = excluded.claimed_at, expires_at = excluded.expires_at
+ WHERE held.expires_at <= excluded.claimed_at
+RETURNING claimed_at, expires_at
+"""  # noqa: S608 - the expressions are the constants above, the table's name is quoted
+
+_LOOK = f"SELECT claimed_at, expires_at, fingerprint, {_NOW} AS at FROM {{table}} WHERE key = :key"  # noqa: S608
+
+_HOLDS = "SELECT count(*) FROM {table} WHERE key = :key AND token = :token"
+
+_RENEW = f"UPDATE {{table}} SET expires_at = {_THEN} WHERE key = :key AND token = :token"  # noqa: S608
+
+_RELEASE = "DELETE FROM {table} WHERE key = :key AND token = coalesce(:token, token)"
+
+_REAP = f"""
+DELETE FROM {{table}} WHERE key IN (
+    SELECT key FROM {{table}} WHERE expires_at <= {_NOW} ORDER BY expires_at LIMIT :limit
+)
+"""  # noqa: S608
+
+
+_REAPER_PATIENCE = 250
+"""How long the reaper waits for the writer's lock, in milliseconds."""
+
+
+class SQLite:
+    """The statements of SQLite."""
+
+    sees_in_flight = False
+    reaps_at: str | None = None
+
+    def __init__(self, table: Table, dialect: Dialect) -> None:
+        name = dialect.identifier_preparer.format_table(table)
+        self._claim = text(_CLAIM.format(table=name))
+        self._look = text(_LOOK.format(table=name))
+        self._holds = text(_HOLDS.format(table=name))
+        self._renew = text(_RENEW.format(table=name))
+        self._release = text(_RELEASE.format(table=name))
+        self._reap = text(_REAP.format(table=name))
+
+    def claim(self, connection: Connection, intent: Intent, token: bytes) -> Outcome:
+        """Take the id, or say why not."""
+        # A look takes no lock, so the duplicates of finished work never queue behind another id's writer.
+        if (answer := self.look(connection, intent)) is not None:
+            return answer
+        begin_immediate(connection)
+        values = {
+            "key": intent.key,
+            "scope": scope_text(intent.scope),
+            "logical_id": intent.logical_id,
+            "token": token,
+            "fingerprint": intent.fingerprint,
+            "window": _modifier(intent),
+        }
+        row = connection.execute(self._claim, values).one_or_none()
+        if row is not None:
+            return Claimed(Receipt(token, _time(row.claimed_at), _time(row.expires_at)))
+        return self.look(connection, intent) or InFlight()
+
+    def look(self, connection: Connection, intent: Intent) -> Duplicate | Mismatch | None:
+        """Return what a committed, unexpired claim answers; None where there is none."""
+        row: Row[Any] | None = connection.execute(self._look, {"key": intent.key}).one_or_none()
+        if row is None:
+            return None
+        return verdict(
+            intent,
+            claimed_at=_time(row.claimed_at),
+            expires_at=_time(row.expires_at),
+            fingerprint=row.fingerprint,
+            now=_time(row.at),
+        )
+
+    def holds(self, connection: Connection, key: bytes, token: bytes) -> bool:
+        """Tell whether the token's claim is there, by the view of the connection's transaction."""
+        return bool(connection.execute(self._holds, {"key": key, "token": token}).scalar_one())
+
+    def renew(self, connection: Connection, intent: Intent, token: bytes) -> None:
+        """Count the window of the token's claim anew from now."""
+        connection.execute(self._renew, {"key": intent.key, "token": token, "window": _modifier(intent)})
+
+    def release(self, connection: Connection, key: bytes, token: bytes | None) -> int:
+        """Delete a claim if it is the token's (None: whoever's), and return how many were deleted."""
+        return connection.execute(self._release, {"key": key, "token": token}).rowcount
+
+    def reap(self, connection: Connection, limit: int) -> int:
+        """Delete at most so many expired claims; none while another has the writer's lock.
+
+        It waits for that lock a moment only: the driver's thread cannot be called back when the app shuts
+        down meanwhile.
+        """
+        patience = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {_REAPER_PATIENCE}")
+        try:
+            begin_immediate(connection)
+            return connection.execute(self._reap, {"limit": limit}).rowcount
+        except exc.OperationalError as error:
+            if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return 0
+        finally:
+            if not connection.invalidated:  # as a cancellation leaves it
+                connection.exec_driver_sql(f"PRAGMA busy_timeout = {patience}")
+
+    def adopt(self, engine: Engine) -> None:
+        """Have the engine's savepoints hold."""
+        refuse_shared_connection(engine)
+        event.listen(engine, "savepoint", _begin_before_savepoint)
+
+    def serialize_creation(self, connection: Connection) -> None:
+        """Take the writer's lock before looking whether the table is there."""
+        begin_immediate(connection)
+
+
+def begin_immediate(connection: Connection) -> None:
+    """Take the writer's lock, waiting for it, unless a transaction is open already.
+
+    The driver begins a transaction only before INSERT, UPDATE and DELETE, and as a deferred one. A deferred
+    transaction that has read cannot wait for the writer's lock ("database is locked" at once).
+    """
+    if not connection.connection.driver_connection.in_transaction:  # type: ignore[union-attr]  # both drivers have it
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _begin_before_savepoint(connection: Connection, _name: str | None) -> None:
+    """Begin first: what a SAVEPOINT outside any transaction holds is committed when it is released."""
+    begin_immediate(connection)
+
+
+def prepare_engine(engine: Engine, *, busy_timeout: float) -> None:
+    """Set up an engine of our own: readers beside the writer, and patience for the writer's lock.
+
+    Args:
+        engine: The engine.
+        busy_timeout: How long to wait for the writer's lock, in seconds.
+    """
+
+    @event.listens_for(engine, "connect")
+    def _(connection: Any, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {int(busy_timeout * 1000)}")
+        cursor.execute("PRAGMA journal_mode = WAL")
+        cursor.close()
+
+
+def refuse_shared_connection(engine: Engine) -> None:
+    """Refuse an in-memory database whose requests would commit and roll back each other's work."""
+    if isinstance(engine.pool, StaticPool):
+        msg = (
+            "sqlite ':memory:' has one connection, and thus one transaction, for all requests: use a file, "
+            "such as sqlite+aiosqlite:///app.db (in tests, one in a temporary folder)"
+        )
+        raise ConfigurationError(msg)
+
+
+def _modifier(intent: Intent) -> str:
+    return f"+{intent.window.total_seconds():.3f} seconds"
+
+
+def _time(stored: str | datetime) -> datetime:
+    moment = datetime.fromisoformat(stored) if isinstance(stored, str) else stored
+    return moment.replace(tzinfo=UTC)

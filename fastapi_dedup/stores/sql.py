@@ -1,0 +1,230 @@
+"""The SQL store: riding claims in one table.
+
+What differs between databases is in `dialects/`: each is a handful of statements behind `Dialect`. They are
+plain synchronous functions over a `Connection`, which SQLAlchemy runs for asynchronous sessions too.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
+
+from sqlalchemy import Column, DateTime, Index, LargeBinary, MetaData, Table, Text, inspect
+from sqlalchemy.dialects import mysql
+
+from fastapi_dedup.claims import Claimed
+from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.stores.dialects.mysql import MySQL
+from fastapi_dedup.stores.dialects.postgresql import PostgreSQL
+from fastapi_dedup.stores.dialects.sqlite import SQLite
+from fastapi_dedup.stores.transactions import note_failures, store_errors
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+    from sqlalchemy.types import TypeEngine
+
+    from fastapi_dedup.claims import Intent, Outcome, Receipt
+    from fastapi_dedup.stores.transactions import SessionTransaction
+
+__all__ = ["DEFAULT_TABLE", "SqlStore", "claims_table"]
+
+DEFAULT_TABLE = "dedup_claims"
+
+
+def claims_table(metadata: MetaData, *, name: str = DEFAULT_TABLE, schema: str | None = None) -> Table:
+    """Add the table of claims to a `MetaData`, your app's own for migrations, and return it.
+
+    Args:
+        metadata: Where to add it.
+        name: The table's name.
+        schema: The schema that it is in; None is the connection's default.
+    """
+    return Table(
+        name,
+        metadata,
+        Column("key", _binary(32), primary_key=True, comment="SHA-256 of scope and logical id"),
+        Column("scope", Text, nullable=False, comment="legible scope"),
+        Column("logical_id", Text, nullable=False, comment="legible id"),
+        Column("token", _binary(16), nullable=False, comment="who may release the claim"),
+        Column("fingerprint", _binary(32), nullable=True, comment="digest of the payload"),
+        Column("claimed_at", _moment(), nullable=False),
+        Column("expires_at", _moment(), nullable=False),
+        Index(f"ix_{name}_expires_at", "expires_at"),
+        schema=schema,
+        mysql_charset="utf8mb4",
+        mariadb_charset="utf8mb4",
+    )
+
+
+def _binary(length: int) -> TypeEngine[bytes]:
+    """Return a type for bytes; fixed in length where only that can be a key."""
+    return LargeBinary(length).with_variant(mysql.BINARY(length), "mysql", "mariadb")
+
+
+def _moment() -> TypeEngine[datetime]:
+    """Return a type for a moment, to the microsecond."""
+    return DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
+
+
+class Dialect(Protocol):
+    """What one kind of database does in its own way, inside the connection's transaction."""
+
+    sees_in_flight: bool
+    reaps_at: str | None
+    """The isolation level that the reaper needs; None for the connection's own."""
+
+    def claim(self, connection: Connection, intent: Intent, token: bytes) -> Outcome:
+        """Take the id, or say why not."""
+
+    def look(self, connection: Connection, intent: Intent) -> Outcome | None:
+        """Return what a committed, unexpired claim answers; None where there is none."""
+
+    def holds(self, connection: Connection, key: bytes, token: bytes) -> bool:
+        """Tell whether the token's claim is there, by the view of the connection's transaction."""
+
+    def renew(self, connection: Connection, intent: Intent, token: bytes) -> None:
+        """Count the window of the token's claim anew from now."""
+
+    def release(self, connection: Connection, key: bytes, token: bytes | None) -> int:
+        """Delete a claim if it is the token's (None: whoever's), and return how many were deleted."""
+
+    def reap(self, connection: Connection, limit: int) -> int:
+        """Delete at most so many expired claims, and return how many were deleted."""
+
+    def adopt(self, engine: Engine) -> None:
+        """Prepare an engine whose connections claims will ride on."""
+
+    def serialize_creation(self, connection: Connection) -> None:
+        """Make other processes wait that are creating the table too, until the transaction ends."""
+
+
+DIALECTS: dict[str, type[MySQL | PostgreSQL | SQLite]] = {
+    "mariadb": MySQL,
+    "mysql": MySQL,
+    "postgresql": PostgreSQL,
+    "sqlite": SQLite,
+}
+
+
+class SqlStore:
+    """Claims in one table of a SQL database.
+
+    Args:
+        engine: The engine for what is no request's: creation, compensating releases, the reaper.
+        table: The table of claims.
+
+    Raises:
+        ConfigurationError: No dialect here keeps the promises on that database.
+    """
+
+    def __init__(self, engine: AsyncEngine, table: Table) -> None:
+        dialect = DIALECTS.get(engine.dialect.name)
+        if dialect is None:
+            msg = (
+                f"fastapi_dedup has no store for {engine.dialect.name!r} yet: "
+                f"use one of {', '.join(sorted(DIALECTS))}"
+            )
+            raise ConfigurationError(msg)
+        self._engine = engine
+        self._engines: WeakSet[Engine] = WeakSet()
+        self._table = table
+        self._dialect: Dialect = dialect(table, engine.dialect)
+        self._adopt(engine.sync_engine)
+        level = self._dialect.reaps_at
+        self._reaping = engine if level is None else engine.execution_options(isolation_level=level)
+        self.sees_in_flight = self._dialect.sees_in_flight
+
+    async def claim(self, intent: Intent, transaction: SessionTransaction) -> Outcome:
+        """Take the id inside the transaction, or say why not, and leave the transaction usable."""
+        token = os.urandom(16)
+        outcome = await transaction.run(partial(self._claim, intent=intent, token=token))
+        if isinstance(outcome, Claimed):
+            transaction.carry(
+                partial(self._dialect.holds, key=intent.key, token=token),
+                lambda connection: isinstance(self._dialect.claim(connection, intent, token), Claimed),
+            )
+        return outcome
+
+    def _claim(self, connection: Connection, intent: Intent, token: bytes) -> Outcome:
+        if connection.engine not in self._engines:
+            self._must_be_ours(connection)
+            self._adopt(connection.engine)
+        _refuse_autocommit(connection)
+        return self._dialect.claim(connection, intent, token)
+
+    def _adopt(self, engine: Engine) -> None:
+        note_failures(engine)
+        self._dialect.adopt(engine)
+        self._engines.add(engine)
+
+    async def look(self, intent: Intent, transaction: SessionTransaction) -> Outcome | None:
+        """Return what a committed, unexpired claim answers; None where there is none."""
+        return await transaction.run(partial(self._dialect.look, intent=intent))
+
+    async def renew(self, intent: Intent, receipt: Receipt, transaction: SessionTransaction) -> None:
+        """Count a claim's window anew from now, inside the transaction that made it."""
+        await transaction.run(partial(self._dialect.renew, intent=intent, token=receipt.token))
+
+    async def withdraw(self, intent: Intent, receipt: Receipt, transaction: SessionTransaction) -> None:
+        """Delete a claim inside the transaction that made it."""
+        await transaction.run(partial(self._dialect.release, key=intent.key, token=receipt.token))
+
+    async def release(self, intent: Intent, receipt: Receipt | None) -> bool:
+        """Delete a committed claim in a transaction of its own; None instead of a receipt: whoever's."""
+        token = None if receipt is None else receipt.token
+        with store_errors():
+            async with self._engine.begin() as connection:
+                deleted = await connection.run_sync(self._dialect.release, intent.key, token)
+        return deleted > 0
+
+    async def reap(self, limit: int) -> int:
+        """Delete at most so many expired claims in one transaction, and return how many."""
+        with store_errors():
+            async with self._reaping.begin() as connection:
+                return await connection.run_sync(self._dialect.reap, limit)
+
+    async def create_table(self) -> None:
+        """Create the table and its index unless they are there; any number of processes may try at once."""
+        with store_errors():
+            async with self._engine.begin() as connection:
+                await connection.run_sync(self._create)
+
+    def _create(self, connection: Connection) -> None:
+        self._dialect.serialize_creation(connection)
+        self._table.create(connection, checkfirst=True)
+
+    async def has_table(self) -> bool:
+        """Tell whether the table is there."""
+        with store_errors():
+            async with self._engine.connect() as connection:
+                return await connection.run_sync(
+                    lambda sync: inspect(sync).has_table(self._table.name, schema=self._table.schema)
+                )
+
+    def _must_be_ours(self, connection: Connection) -> None:
+        """Refuse a session on another database: its claims would be reaped and released by nobody."""
+        ours, theirs = self._engine.url, connection.engine.url
+        if (ours.host, ours.port, ours.database) != (theirs.host, theirs.port, theirs.database):
+            msg = (
+                f"the handler's session is on {theirs.render_as_string()}, but this Dedup is on "
+                f"{ours.render_as_string()}: give Dedup(...) the handler's engine or sessionmaker"
+            )
+            raise ConfigurationError(msg)
+
+
+def _refuse_autocommit(connection: Connection) -> None:
+    """Refuse a connection that commits every statement at once: nothing could undo a claim."""
+    if connection.dialect.name == "sqlite":
+        return  # there the store begins the transaction itself
+    driver_connection = connection.connection.dbapi_connection
+    if driver_connection is not None and connection.dialect.detect_autocommit_setting(driver_connection):
+        msg = (
+            "the claim's connection is in AUTOCOMMIT mode, so no rollback can undo the claim: "
+            "give the session an engine with a transactional isolation level"
+        )
+        raise ConfigurationError(msg)

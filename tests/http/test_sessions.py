@@ -1,0 +1,398 @@
+"""The session of the claim is the session of the handler, however the app gives it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import pytest
+from fastapi import Depends, HTTPException, Request, Response
+from fastapi.responses import PlainTextResponse
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from fastapi_dedup import Claim, Dedup, Deduplicated, DuplicateError, RequestSession
+from tests.databases import orders_table
+from tests.http.world import KEY, World, add, client, problem, session_of
+
+FORMS = [
+    "callable",
+    "Depends",
+    "Depends, function-scoped",
+    "Annotated",
+    "Annotated, function-scoped",
+    "RequestSession",
+]
+
+
+def form_of(form: str, world: World) -> tuple[Any, Any]:
+    """Return what the policy is told of the session, and what the handler depends on."""
+    get_session = session_of(world)
+    depends = Depends(get_session, scope="function" if form.endswith("function-scoped") else None)
+    if form == "RequestSession":
+        return RequestSession, RequestSession
+    given: Any = get_session if form == "callable" else depends
+    if form.startswith("Annotated"):
+        given = Annotated[AsyncSession, depends]
+    return given, Annotated[AsyncSession, depends]
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_the_claim_rides_the_session_of_the_handler(world: World, form: str) -> None:
+    given, alias = form_of(form, world)
+    app = world.app()
+
+    @app.post("/orders/{sku}")
+    async def create(
+        sku: str,
+        session: alias,  # type: ignore[valid-type]
+        claim: Annotated[Claim, Depends(Deduplicated(session=given))],
+    ) -> None:
+        assert claim.session is session
+        assert await session.scalar(text("select count(*) from dedup_claims")) == 1
+        await add(session, sku)
+        if sku == "bad":
+            raise HTTPException(400)
+
+    async with client(app) as c:
+        assert (await c.post("/orders/bad", headers={KEY: "k"})).status_code == 400
+        assert (await world.orders(), await world.ids()) == ([], [])
+        assert (await c.post("/orders/good", headers={KEY: "k"})).status_code == 200
+        assert (await c.post("/orders/good", headers={KEY: "k"})).status_code == 409
+    assert (await world.orders(), await world.ids()) == (["good"], ["k"])
+
+
+class Database:
+    """What many apps have: a class whose method is the session dependency."""
+
+    def __init__(self, world: World) -> None:
+        self.sessions = world.sessions
+
+    async def session(self) -> AsyncIterator[AsyncSession]:
+        async with self.sessions() as session, session.begin():
+            yield session
+
+    async def __call__(self) -> AsyncIterator[AsyncSession]:
+        async with self.sessions() as session, session.begin():
+            yield session
+
+
+@pytest.mark.parametrize("form", ["bound method", "callable object"])
+async def test_a_session_dependency_may_be_a_bound_method_or_an_object(
+    sqlite: World, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    database = Database(sqlite)
+    app = sqlite.app()
+    given = database.session if form == "bound method" else database
+    again = database.session if form == "bound method" else database
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated(session=given))])
+    async def create(session: Annotated[AsyncSession, Depends(again)]) -> None:
+        assert await session.scalar(text("select count(*) from dedup_claims")) == 1
+
+    async with client(app) as c:
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 200
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 409
+    assert caplog.text == ""
+
+
+async def test_a_session_that_is_begun_before_the_claim_is_ridden(world: World) -> None:
+    # case F8
+    # Authentication reads in the session, and the claim comes after that.
+    get_session = session_of(world)
+    app = world.app()
+
+    async def user(session: Annotated[AsyncSession, Depends(get_session)]) -> Any:
+        return await session.scalar(text("select count(*) from orders"))
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated(session=get_session)), Depends(user)])
+    async def create(session: Annotated[AsyncSession, Depends(get_session)]) -> None:
+        await add(session, "a")
+
+    async with client(app) as c:
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 200
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 409
+    assert (await world.orders(), await world.ids()) == (["a"], ["k"])
+
+
+async def test_a_refused_duplicate_leaves_the_apps_transaction_usable(world: World) -> None:
+    # case F5
+    app = world.app()
+
+    async def get_session() -> AsyncIterator[AsyncSession]:
+        async with world.sessions() as session:
+            await session.execute(text("insert into orders (sku) values ('seen before the claim')"))
+            try:
+                yield session
+            except DuplicateError:
+                await session.execute(text("insert into orders (sku) values ('audit')"))
+                raise
+            finally:
+                await session.commit()
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated(session=get_session))])
+    async def create(session: Annotated[AsyncSession, Depends(get_session)]) -> None:
+        await add(session, "work")
+
+    async with client(app) as c:
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 200
+        again = await c.post("/orders", headers={KEY: "k"})
+        assert (again.status_code, problem(again)) == (409, "duplicate")
+    assert await world.orders() == ["seen before the claim", "work", "seen before the claim", "audit"]
+    assert await world.ids() == ["k"]
+
+
+async def test_a_tolerant_handler_goes_on_after_a_duplicate_of_its_own(world: World) -> None:
+    # case F5
+    app = world.app()
+
+    @app.post("/orders")
+    async def create(session: RequestSession) -> list[Any]:
+        try:
+            async with world.dedup.claim("part", scope="parts", session=session):
+                await add(session, "part")
+        except DuplicateError:
+            await add(session, "again")
+        return [*await session.scalars(text("select sku from orders order by id"))]
+
+    async with client(app) as c:
+        assert (await c.post("/orders")).json() == ["part"]
+        assert (await c.post("/orders")).json() == ["part", "again"]
+    assert await world.orders() == ["part", "again"]
+
+
+async def test_dependency_overrides_still_work(world: World) -> None:
+    # case F5
+    async def get_session() -> AsyncSession:
+        msg = "the production database, in a test"
+        raise AssertionError(msg)
+
+    app = world.app()
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated(session=get_session))])
+    async def create(session: Annotated[AsyncSession, Depends(get_session)]) -> None:
+        assert await session.scalar(text("select count(*) from dedup_claims")) == 1
+        await add(session, "a")
+
+    app.dependency_overrides[get_session] = session_of(world)
+    async with client(app) as c:
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 200
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 409
+    assert await world.orders() == ["a"]
+
+
+async def test_a_policy_itself_may_be_overridden(sqlite: World) -> None:
+    policy = Deduplicated()
+    app = sqlite.app(header=None)
+
+    @app.post("/orders", dependencies=[Depends(policy)])
+    async def create(session: RequestSession) -> None:
+        await add(session, "a")
+
+    app.dependency_overrides[policy] = lambda: None
+    async with client(app) as c:
+        for _ in range(2):
+            assert (await c.post("/orders")).status_code == 200
+    assert (await sqlite.orders(), await sqlite.ids()) == (["a", "a"], [])
+
+
+async def test_an_override_of_something_else_changes_nothing(sqlite: World) -> None:
+    async def setting() -> str:
+        return "real"
+
+    app = sqlite.app()
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated())])
+    async def create(session: RequestSession, value: Annotated[str, Depends(setting)]) -> str:
+        await add(session, value)
+        return value
+
+    app.dependency_overrides[setting] = lambda: "fake"
+    async with client(app) as c:
+        assert (await c.post("/orders", headers={KEY: "k"})).json() == "fake"
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 409
+
+
+async def test_a_savepoint_that_is_rolled_back_keeps_the_claim_of_the_transaction_around_it(
+    world: World,
+) -> None:
+    app = world.app()
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated())])
+    async def create(session: RequestSession) -> None:
+        await add(session, "kept")
+        savepoint = await session.begin_nested()
+        await add(session, "dropped")
+        await savepoint.rollback()
+        await add(session, "after")
+
+    async with client(app) as c:
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 200
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 409
+    assert (await world.orders(), await world.ids()) == (["kept", "after"], ["k"])
+
+
+async def test_a_claim_in_a_savepoint_that_is_rolled_back_is_free(world: World) -> None:
+    # DESIGN.md §4.3
+    app = world.app()
+    outer = session_of(world)
+
+    async def get_session(session: Annotated[AsyncSession, Depends(outer)]) -> AsyncIterator[AsyncSession]:
+        async with session.begin_nested():
+            yield session
+
+    tries: list[int] = []
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated(session=get_session))])
+    async def create(session: Annotated[AsyncSession, Depends(get_session)]) -> None:
+        await add(session, "a")
+        tries.append(1)
+        if len(tries) == 1:
+            raise HTTPException(400)
+
+    async with client(app) as c:
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 400
+        assert await world.ids() == []
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 200
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 409
+    assert (await world.orders(), await world.ids()) == (["a"], ["k"])
+
+
+async def test_a_handler_that_rolls_back_mid_way_and_goes_on_holds_its_claim_at_the_end(world: World) -> None:
+    app = world.app()
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated())])
+    async def create(session: RequestSession) -> None:
+        await add(session, "dropped")
+        await session.rollback()
+        await add(session, "kept")
+
+    async with client(app) as c:
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 200
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 409
+    assert (await world.orders(), await world.ids()) == (["kept"], ["k"])
+
+
+async def test_a_handler_that_rolls_back_mid_way_loses_against_a_twin_that_did_the_work(world: World) -> None:
+    app = world.app()
+    rolled_back, go_on = asyncio.Event(), asyncio.Event()
+
+    @app.post("/orders/{sku}", dependencies=[Depends(Deduplicated(scope="orders"))])
+    async def create(sku: str, session: RequestSession) -> None:
+        if sku == "slow":
+            await session.rollback()
+            rolled_back.set()
+            await go_on.wait()
+        await add(session, sku)
+
+    async with client(app) as c:
+        slow = asyncio.create_task(c.post("/orders/slow", headers={KEY: "k"}))
+        await rolled_back.wait()
+        assert (await c.post("/orders/quick", headers={KEY: "k"})).status_code == 200
+        go_on.set()
+        answer = await slow
+        assert (answer.status_code, problem(answer)) == (409, "duplicate")
+    assert (await world.orders(), await world.ids()) == (["quick"], ["k"])
+
+
+@pytest.mark.parametrize("scope", ["function", "request"])
+async def test_work_that_goes_on_in_the_apps_session_after_a_rollback_never_commits_without_its_claim(
+    world: World, scope: Any
+) -> None:
+    # DESIGN.md §4.2: claim and work commit together or not at all.
+    async def get_session() -> AsyncIterator[AsyncSession]:
+        async with world.sessions() as session:
+            yield session
+            await session.commit()
+
+    depends = Depends(get_session, scope=scope)
+    app = world.app()
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated(session=depends))])
+    async def create(session: Annotated[AsyncSession, depends]) -> None:
+        await session.rollback()
+        await add(session, "a")
+
+    async with client(app) as c:
+        answer = await c.post("/orders", headers={KEY: "k"})
+        state = (answer.status_code, await world.orders(), await world.ids())
+        assert state in [(200, ["a"], ["k"]), (500, [], [])]
+
+
+@pytest.mark.parametrize("kind", ["a sync Session", "a connection", "None", "something else"])
+async def test_what_gives_no_async_session_is_refused_loudly(sqlite: World, kind: str) -> None:
+    async def give() -> AsyncIterator[Any]:
+        async with sqlite.engine.connect() as connection:
+            yield {
+                "a sync Session": Session(connection.sync_connection),
+                "a connection": connection,
+                "None": None,
+                "something else": object(),
+            }[kind]
+
+    app = sqlite.app()
+    ran: list[int] = []
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated(session=give))])
+    async def create(session: Annotated[Any, Depends(give)]) -> None:
+        ran.append(id(session))
+
+    @app.exception_handler(500)
+    async def show(_: Request, error: Exception) -> Response:
+        return PlainTextResponse(str(error), 500)
+
+    async with client(app) as c:
+        answer = await c.post("/orders", headers={KEY: "k"})
+    assert (answer.status_code, ran) == (500, [])
+    assert "session= must give a sqlalchemy.ext.asyncio.AsyncSession" in answer.text
+
+
+async def test_a_session_on_another_database_than_the_runtimes_is_refused(
+    sqlite: World, tmp_path: Any
+) -> None:
+    async with orders_table(f"sqlite+aiosqlite:///{tmp_path}/other.db") as engine:
+        other = World(engine, sqlite.dedup)
+        get_session = session_of(other)
+        app = sqlite.app()
+
+        @app.post("/orders", dependencies=[Depends(Deduplicated(session=get_session))])
+        async def create(session: Annotated[AsyncSession, Depends(get_session)]) -> None:
+            await add(session, "a")
+
+        @app.exception_handler(500)
+        async def show(_: Request, error: Exception) -> Any:
+            return PlainTextResponse(str(error), 500)
+
+        async with client(app) as c:
+            answer = await c.post("/orders", headers={KEY: "k"})
+        assert answer.status_code == 500
+        assert "other.db" in answer.text
+        assert "give Dedup(...) the handler's engine or sessionmaker" in answer.text
+        assert await other.orders() == []
+
+
+async def test_a_request_never_needs_a_second_connection(world: World) -> None:
+    # DESIGN.md §5: one request, one connection. With a pool of one, a second one would never come.
+    engine = create_async_engine(world.engine.url, pool_size=1, max_overflow=0, pool_timeout=1)
+    narrow = World(engine, Dedup(engine, reap_every=None))
+    get_session = session_of(narrow)
+    app = narrow.app()
+    for path, given in {"/own": None, "/theirs": get_session}.items():
+        depends: Any = RequestSession if given is None else Annotated[AsyncSession, Depends(given)]
+        policies = [Deduplicated(session=given), Deduplicated("query", "n", session=given)]
+
+        @app.post(path, dependencies=[Depends(each) for each in policies])
+        async def create(session: depends, fail: str = "") -> None:
+            await add(session, "a")
+            if fail:
+                await session.commit()
+                raise HTTPException(400)
+
+    try:
+        async with client(app) as c:
+            for path in ("/own", "/theirs"):
+                assert (await c.post(f"{path}?n=0&fail=1", headers={KEY: "k"})).status_code == 400
+                assert (await c.post(f"{path}?n=1", headers={KEY: "k"})).status_code == 200
+                assert (await c.post(f"{path}?n=1", headers={KEY: "k"})).status_code == 409
+    finally:
+        await engine.dispose()

@@ -1,0 +1,63 @@
+"""What the message tests' handlers do, and how the tests watch them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from fastapi_dedup.hooks import EventKind
+from tests.http.world import World, add
+from tests.live import until
+
+PAUSE = timedelta(seconds=0.1)
+"""How long messages rest in tests that do not care."""
+
+Handler = Callable[[Any, AsyncSession], Awaitable[None]]
+
+
+def body_of(message: Any) -> bytes:
+    """Return a message's body, whichever library brought it."""
+    body: bytes = message.body if hasattr(message, "body") else message.data
+    return body
+
+
+class Shop:
+    """Orders what each message's body names.
+
+    Attributes:
+        runs: How often the handler was entered.
+    """
+
+    def __init__(self, *mishaps: Callable[[], Awaitable[None]]) -> None:
+        self.runs = 0
+        self._mishaps = [*mishaps]
+
+    async def order(self, message: Any, session: AsyncSession) -> None:
+        """Order, and then do the next of the mishaps, as long as there are any."""
+        self.runs += 1
+        await add(session, body_of(message).decode().strip('"'))
+        if self._mishaps:
+            await self._mishaps.pop(0)()
+
+
+async def fail() -> None:
+    """Fail, as a handler does."""
+    msg = "the handler failed, as the test wished"
+    raise RuntimeError(msg)
+
+
+def heard(world: World, kind: EventKind) -> int:
+    """Return how many events of a kind were heard."""
+    return [event.kind for event in world.events].count(kind)
+
+
+async def until_heard(world: World, kind: EventKind, times: int = 1) -> None:
+    """Wait until events of a kind were heard so often."""
+
+    async def so_often() -> bool:
+        return heard(world, kind) >= times
+
+    await until(so_often)

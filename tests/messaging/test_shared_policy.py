@@ -1,0 +1,71 @@
+"""One policy object on an HTTP route and on a queue: an order that comes by both commits once.
+
+No `from __future__ import annotations`: FastAPI could not resolve what the endpoints' annotations name.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fastapi import Depends, FastAPI
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from fastapi_dedup import Deduplicated, RequestSession
+from fastapi_dedup.hooks import EventKind
+from tests.http.world import Order, World, add, talk
+from tests.messaging.brokers import Broker, Topic
+from tests.messaging.shop import PAUSE, body_of, heard, until_heard
+
+ONE_POLICY = Deduplicated(source="body", member="sku", scope="orders")
+TEA = {"sku": "tea"}
+
+
+def app_of(world: World) -> FastAPI:
+    app = world.app()
+
+    @app.post("/orders", status_code=201, dependencies=[Depends(ONE_POLICY)])
+    async def create_order(order: Order, session: RequestSession) -> None:
+        await add(session, order.sku)
+
+    return app
+
+
+async def consume_orders(broker: Broker, world: World) -> Topic:
+    async def on_order(message: Any, session: AsyncSession) -> None:
+        await add(session, json.loads(body_of(message))["sku"])
+
+    topic = await broker.topic()
+    await broker.consume(topic.endpoint, world.dedup, ONE_POLICY, function=on_order, pause=PAUSE)
+    return topic
+
+
+@pytest.mark.parametrize("first", ["HTTP", "queue"])
+async def test_an_order_that_comes_by_http_and_by_queue_commits_once(
+    broker: Broker, world: World, first: str
+) -> None:
+    topic = await consume_orders(broker, world)
+    async with talk(app_of(world)) as client:
+        if first == "HTTP":
+            assert (await client.post("/orders", json=TEA)).status_code == 201
+        await broker.publish(topic, TEA)
+        await until_heard(world, EventKind.DUPLICATE if first == "HTTP" else EventKind.COMMITTED)
+        assert (await client.post("/orders", json=TEA)).status_code == 409
+    assert await broker.drained(topic)
+    assert (await world.orders(), await world.scopes()) == (["tea"], ["orders"])
+
+
+async def test_orders_that_come_by_both_at_once_commit_once(broker: Broker, world: World) -> None:
+    topic = await consume_orders(broker, world)
+    async with talk(app_of(world)) as client:
+        answers, _ = await asyncio.gather(
+            asyncio.gather(*(client.post("/orders", json=TEA) for _ in range(20))),
+            asyncio.gather(*(broker.publish(topic, TEA) for _ in range(20))),
+        )
+    created = [answer.status_code for answer in answers].count(201)
+    refused = len([answer for answer in answers if answer.json() and "#duplicate" in answer.json()["type"]])
+    await until_heard(world, EventKind.COMMITTED)
+    await until_heard(world, EventKind.DUPLICATE, refused + 20 - (1 - created))
+    assert await broker.drained(topic)
+    assert {answer.status_code for answer in answers} <= {201, 409}
+    assert (await world.orders(), heard(world, EventKind.COMMITTED)) == (["tea"], 1)

@@ -1,0 +1,367 @@
+"""A world to run a scenario in: a database, runtimes on it, and the tests' own eyes and hands in it.
+
+The scenarios of the suite speak to a `World` only. What they say about claims holds for every store; what
+they say about sessions, savepoints and statements holds for every SQL store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, String, event, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from fastapi_dedup import Claim, Dedup
+from fastapi_dedup.claims import Intent, Receipt
+from fastapi_dedup.core import Delivery, Refusal
+from fastapi_dedup.stores.sql import SqlStore
+from fastapi_dedup.stores.transactions import SessionTransaction
+from tests.databases import count, orders_table
+from tests.stores.promises import Backend
+
+HOUR = timedelta(hours=1)
+SOON = 10.0
+"""Seconds after which something that should happen at once is taken to be stuck."""
+
+
+def intent(
+    logical_id: str, *, scope: str = "tests", window: timedelta = HOUR, fingerprint: bytes | None = None
+) -> Intent:
+    """Return an intent in the tests' scope."""
+    return Intent((scope,), logical_id, window, fingerprint)
+
+
+class Base(DeclarativeBase):
+    """The app's tables."""
+
+
+class Order(Base):
+    """A row of the app's work, as `tests.databases.orders_table` makes it."""
+
+    __tablename__ = "orders"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    sku: Mapped[str] = mapped_column(String(300))
+    note: Mapped[str | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A committed row of the table of claims."""
+
+    key: bytes
+    scope: str
+    logical_id: str
+    token: bytes
+    fingerprint: bytes | None
+    claimed_at: datetime
+    expires_at: datetime
+
+    @property
+    def receipt(self) -> Receipt:
+        return Receipt(self.token, self.claimed_at, self.expires_at)
+
+
+class Attempt:
+    """One delivery, with a transaction of its own on a connection of its own."""
+
+    def __init__(self, dedup: Dedup) -> None:
+        self.delivery: Delivery[SessionTransaction] = dedup.delivery()
+
+    @property
+    def transaction(self) -> SessionTransaction:
+        return self.delivery.own
+
+    @property
+    def session(self) -> AsyncSession:
+        session: AsyncSession = self.delivery.own.session
+        return session
+
+    async def claim(self, wanted: Intent) -> Claim | Refusal:
+        return await self.delivery.claim(wanted, self.transaction)
+
+    async def work(self, sku: str) -> None:
+        self.session.add(Order(sku=sku))
+        await self.session.flush()
+
+    async def run(self, wanted: Intent) -> Claim | Refusal:
+        """Claim, do the work that a claim allows, and commit it."""
+        outcome = await self.claim(wanted)
+        if isinstance(outcome, Claim):
+            await self.work(wanted.logical_id)
+            await self.delivery.succeed()
+        return outcome
+
+
+@dataclass
+class World:
+    """A database with the table of claims and one of the app's, `orders`.
+
+    Attributes:
+        backend: What it is, and what it promises.
+        url: Its URL.
+        engine: The tests' own engine, which no runtime uses.
+        dedup: The runtime that is tested.
+    """
+
+    backend: Backend
+    url: str
+    engine: AsyncEngine
+    _stack: AsyncExitStack
+    _clock: StoppedClock | None = None
+    dedup: Dedup = field(init=False)
+    altered: bool = False
+    """Whether the test has changed what tables there are."""
+
+    # runtimes
+
+    def runtime(self, **options: Any) -> Dedup:
+        """Return another runtime, which knows of the first no more than another process's would."""
+        engine = options.pop("engine", None)
+        if engine is None and self.backend.app_engine:
+            engine = create_async_engine(self.url)
+        if engine is not None:
+            self._stack.push_async_callback(engine.dispose)
+        options.setdefault("reap_every", None)
+        dedup = Dedup(engine or self.url, **options)
+        self._stack.push_async_callback(dedup.stop)
+        if self._clock is not None:
+            self._clock.join(dedup.engine)
+        return dedup
+
+    def store(self, dedup: Dedup | None = None) -> SqlStore:
+        return (dedup or self.dedup)._store
+
+    @asynccontextmanager
+    async def attempt(self, dedup: Dedup | None = None) -> AsyncIterator[Attempt]:
+        """Open a delivery; what it has not settled at the end is rolled back."""
+        attempt = Attempt(dedup or self.dedup)
+        try:
+            yield attempt
+        finally:
+            await attempt.delivery.finish()
+
+    async def run(self, wanted: Intent, dedup: Dedup | None = None) -> Claim | Refusal:
+        """Make one attempt from claim to COMMIT."""
+        async with self.attempt(dedup) as attempt:
+            return await attempt.run(wanted)
+
+    async def claimed(self, wanted: Intent) -> Claim:
+        """Do the work of an intent that is free."""
+        outcome = await self.run(wanted)
+        assert isinstance(outcome, Claim), outcome
+        return outcome
+
+    def session(self, **options: Any) -> AsyncSession:
+        """Return a session of the app's, on the runtime's engine."""
+        return AsyncSession(self.dedup.engine, expire_on_commit=False, **options)
+
+    async def crash(self, session: AsyncSession) -> None:
+        """Cut the session's connection, as a killed process would."""
+        connection = await session.connection()
+        if self.engine.dialect.name == "postgresql":
+            pid = await connection.scalar(text("select pg_backend_pid()"))
+            async with self.engine.connect() as other:
+                assert await other.scalar(text("select pg_terminate_backend(:pid, 5000)"), {"pid": pid})
+        else:
+            await connection.invalidate()  # closes the file without a word to the transaction
+
+    # what is there
+
+    async def rows(self) -> list[Row]:
+        """Return the committed claims, the oldest first."""
+        names = Row.__dataclass_fields__
+        query = text(f"select {', '.join(names)} from dedup_claims order by claimed_at, logical_id")
+        async with self.engine.connect() as connection:
+            found = (await connection.execute(query)).mappings().all()
+        return [Row(**{**row, **{name: _time(row[name]) for name in _TIMES}}) for row in found]
+
+    async def row(self, wanted: Intent) -> Row | None:
+        """Return the committed claim of an intent."""
+        return next((row for row in await self.rows() if row.key == wanted.key), None)
+
+    async def orders(self) -> list[str]:
+        """Return the app's committed work, in order."""
+        async with self.engine.connect() as connection:
+            return [*await connection.scalars(text("select sku from orders order by sku"))]
+
+    async def count(self, table: str = "dedup_claims", where: str = "1 = 1") -> int:
+        return await count(self.engine, table, where)
+
+    async def execute(self, statement: str, **values: object) -> None:
+        """Run a statement in a transaction of its own."""
+        self.altered |= statement.split(maxsplit=1)[0] in {"alter", "create", "drop"}
+        async with self.engine.begin() as connection:
+            await connection.execute(text(statement), values)
+
+    async def expire(self, wanted: Intent) -> None:
+        """Move a committed claim into the past, so that its window has just ended."""
+        moved = {
+            "postgresql": "claimed_at = claimed_at - (expires_at - clock_timestamp()), "
+            "expires_at = clock_timestamp()",
+            "sqlite": "claimed_at = strftime('%Y-%m-%d %H:%M:%f', 'now', '-1 day') || '000', "
+            "expires_at = strftime('%Y-%m-%d %H:%M:%f', 'now') || '000'",
+        }[self.engine.dialect.name]
+        await self.execute(f"update dedup_claims set {moved} where key = :key", key=wanted.key)
+
+    async def at(self, moment: datetime) -> None:
+        """Make the database's clock stand at a moment. Only in a world whose clock is stopped."""
+        assert self._clock is not None
+        await self._clock.stand_at(moment)
+
+
+_TIMES = ("claimed_at", "expires_at")
+
+
+def _time(stored: datetime | str) -> datetime:
+    moment = datetime.fromisoformat(stored) if isinstance(stored, str) else stored
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+class StoppedClock:
+    """Replaces the clock of a database by one that the test moves: there is no other way to hit a tick.
+
+    On PostgreSQL a schema that is searched before `pg_catalog` shadows the functions of the clock, on SQLite
+    a function of our own replaces `strftime`.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._moment = datetime.now(UTC)
+
+    @property
+    def _postgres(self) -> bool:
+        return self._engine.dialect.name == "postgresql"
+
+    async def install(self) -> None:
+        if self._postgres:
+            await self._run(
+                "create schema stopped",
+                "create table stopped.clock as select now() as at",
+                *(
+                    f"create function stopped.{name}() returns timestamptz language sql {kind} "
+                    "as 'select at from stopped.clock'"
+                    for name, kind in (("clock_timestamp", "volatile"), ("now", "stable"))
+                ),
+                f"alter database {self._engine.url.database} set search_path = public, stopped, pg_catalog",
+            )
+
+    async def remove(self) -> None:
+        if self._postgres:
+            await self._run(
+                "drop schema stopped cascade", f"alter database {self._engine.url.database} reset search_path"
+            )
+
+    async def stand_at(self, moment: datetime) -> None:
+        self._moment = moment.astimezone(UTC)
+        if self._postgres:
+            async with self._engine.begin() as connection:
+                await connection.execute(text("update stopped.clock set at = :at"), {"at": moment})
+
+    def join(self, engine: AsyncEngine) -> None:
+        """Make the connections of an engine go by this clock."""
+        if self._postgres:
+            return  # the database sees to it
+
+        @event.listens_for(engine.sync_engine, "connect")
+        def _(connection: Any, _record: object) -> None:
+            connection.create_function("strftime", -1, self._strftime)
+
+    def _strftime(self, shape: str, moment: str, shift: str = "+0 seconds") -> str:
+        assert (shape, moment) == ("%Y-%m-%d %H:%M:%f", "now")
+        number, unit = shift.split()
+        assert unit == "seconds"
+        then = self._moment + timedelta(seconds=float(number))
+        return f"{then:%Y-%m-%d %H:%M:%S}.{then.microsecond // 1000:03}"
+
+    async def _run(self, *statements: str) -> None:
+        async with self._engine.begin() as connection:
+            for statement in statements:
+                await connection.execute(text(statement))
+
+
+@asynccontextmanager
+async def world_of(
+    backend: Backend, url: str, *, pristine: set[str], stopped_clock: bool = False
+) -> AsyncIterator[World]:
+    """Yield a world in which nothing has happened yet.
+
+    Args:
+        backend: The backend.
+        url: Its database.
+        pristine: The tables that worlds before this one have left as they were made: they are used again, for
+            making new ones on a server costs more than most tests do.
+        stopped_clock: Whether the database's clock stands where the test puts it.
+    """
+    async with AsyncExitStack() as stack:
+        engine = create_async_engine(url)
+        stack.push_async_callback(engine.dispose)
+        reused = await _tables(engine) in pristine
+        if reused:
+            async with engine.begin() as connection:
+                await connection.execute(text("delete from orders"))
+                await connection.execute(text("delete from dedup_claims"))
+        else:
+            async with orders_table(url):
+                pass
+        clock = StoppedClock(engine) if stopped_clock else None
+        if clock is not None:
+            await clock.install()
+            stack.push_async_callback(clock.remove)
+        world = World(backend, url, engine, stack, clock)
+        world.dedup = world.runtime()
+        if not reused:
+            await world.dedup.create_table()
+        if tables := await _tables(engine):
+            pristine.add(tables)
+        yield world
+        if world.altered:
+            pristine.discard(tables)
+
+
+async def _tables(engine: AsyncEngine) -> str:
+    """Return what tells our tables from others of their names; "" where that cannot be told."""
+    if engine.dialect.name != "postgresql":
+        return ""
+    async with engine.connect() as connection:
+        query = "select concat(to_regclass('orders')::oid, ' ', to_regclass('dedup_claims')::oid)"
+        return str(await connection.scalar(text(query)))
+
+
+async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for something that nobody tells us of."""
+    async with asyncio.timeout(SOON):
+        while not await is_so():  # noqa: ASYNC110 - nobody could set an event
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Statements:
+    """What was sent to the database, in order, and how many rows each touched."""
+
+    sent: list[str] = field(default_factory=list)
+    touched: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def statements(engine: AsyncEngine) -> Iterator[Statements]:
+    """Listen to what an engine sends to its database."""
+    heard = Statements()
+
+    def listen(
+        _connection: Connection, cursor: Any, statement: str, _values: object, _context: object, _many: object
+    ) -> None:
+        heard.sent.append(" ".join(statement.split()))
+        heard.touched.append(cursor.rowcount)
+
+    event.listen(engine.sync_engine, "after_cursor_execute", listen)
+    try:
+        yield heard
+    finally:
+        event.remove(engine.sync_engine, "after_cursor_execute", listen)
