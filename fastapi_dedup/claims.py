@@ -91,6 +91,11 @@ class Intent:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", digest(self.scope, self.logical_id))
 
+    @property
+    def guard_key(self) -> bytes:
+        """What a guard knows the intent by: with its payload, so that another payload is no duplicate."""
+        return self.key + (self.fingerprint or b"")
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -140,11 +145,11 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """The id's work is done."""
+    """The id's work is done. The times are None where that is known from memory."""
 
-    claimed_at: datetime
-    expires_at: datetime
-    age: timedelta
+    claimed_at: datetime | None = None
+    expires_at: datetime | None = None
+    age: timedelta | None = None
 
 
 @dataclass(frozen=True, slots=True)

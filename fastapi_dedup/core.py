@@ -12,7 +12,7 @@ Where a door is one block of code (`dedup.claim`, message handlers), `settled` m
 the middleware does, for only it sees when the response starts.
 
 The database decides who wins; the store knows how to ask it. This module knows no database, no web
-framework and no broker: the two protocols below are all that it needs.
+framework and no broker: the two protocols of `fastapi_dedup.store` are all that it needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastapi_dedup.cancellation import uncancelled
 from fastapi_dedup.claims import Claim, Claimed, Duplicate, Fate, InFlight, Mismatch, scope_text
@@ -37,84 +37,35 @@ from fastapi_dedup.errors import (
     PayloadTooLargeError,
     StoreUnavailableError,
 )
+from fastapi_dedup.guard import Seen
 from fastapi_dedup.hooks import Event, EventKind, tell
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
     from datetime import timedelta
 
     from fastapi_dedup.claims import Intent, Outcome, Receipt
     from fastapi_dedup.flights import Flight, Flights
+    from fastapi_dedup.guard import Attempt, GenerationalGuard
     from fastapi_dedup.hooks import Hook
+    from fastapi_dedup.store import Store, Transaction
 
-__all__ = ["Delivery", "Refusal", "Store", "Transaction", "error_of", "settled"]
+__all__ = ["Delivery", "Refusal", "error_of", "settled"]
 
 logger = logging.getLogger("fastapi_dedup")
 
 Refusal: TypeAlias = Duplicate | InFlight | Mismatch
 
 
-class Transaction(Protocol):
-    """The transaction that claims ride in: ours to end, or borrowed from the app."""
-
-    @property
-    def session(self) -> Any:
-        """The session or connection that the handler works with."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether it holds no connection just now."""
-
-    def watch(self, decided: Callable[[Fate], None]) -> None:
-        """Call back once, when the innermost transaction open now (or one around it) ends."""
-
-    def forget(self) -> None:
-        """Take no lost claim anew any more: the delivery is over."""
-
-    async def step_aside(self) -> bool:
-        """Give the connection back while a duplicate waits; False where others have used it already."""
-
-    async def commit(self) -> None:
-        """Commit it if it is ours; a borrowed one commits where the app says."""
-
-    async def rollback(self) -> None:
-        """Roll it back if it is ours, and let go of its connection."""
-
-
-Tx = TypeVar("Tx", bound=Transaction)
-Tx_contra = TypeVar("Tx_contra", bound=Transaction, contravariant=True)
-
-
-class Store(Protocol[Tx_contra]):
-    """Where claims live. Everything it raises is a `DedupError`, with the driver's error as its cause."""
-
-    sees_in_flight: bool
-    """Whether `claim` sees an unfinished twin without waiting for it."""
-
-    async def claim(self, intent: Intent, transaction: Tx_contra) -> Outcome:
-        """Take the id inside the transaction, or say why not, and leave the transaction usable."""
-
-    async def look(self, intent: Intent, transaction: Tx_contra) -> Outcome | None:
-        """Return what a committed, unexpired claim answers; None where there is none. Takes no lock."""
-
-    async def renew(self, intent: Intent, receipt: Receipt, transaction: Tx_contra) -> None:
-        """Count a claim's window anew from now, inside the transaction that made it."""
-
-    async def withdraw(self, intent: Intent, receipt: Receipt, transaction: Tx_contra) -> None:
-        """Delete a claim inside the transaction that made it."""
-
-    async def release(self, intent: Intent, receipt: Receipt) -> bool:
-        """Delete a committed claim in a transaction of its own, if it still is the receipt's."""
-
-
 @dataclass(slots=True, eq=False)
-class _Held(Generic[Tx]):
+class _Held:
     """A claim that this delivery holds, and what became of it."""
 
     intent: Intent
     receipt: Receipt
     claim: Claim
-    transaction: Tx
+    store: Store[Any]
+    transaction: Transaction
     fate: Fate = Fate.OPEN
     given_back: bool = False
     kept: bool = False
@@ -126,7 +77,7 @@ class _Held(Generic[Tx]):
         return self.fate in {Fate.OPEN, Fate.COMMITTED} and not (self.given_back or self.kept)
 
 
-class Delivery(Generic[Tx]):
+class Delivery:
     """One arrival of an intent (or of several: a request may claim more than one id).
 
     Args:
@@ -134,18 +85,28 @@ class Delivery(Generic[Tx]):
         own: The transaction that is ours to commit and roll back; it may never be opened.
         flights: The ids that this process has in flight.
         hooks: Who hears of events.
+        guard: What answers for ids that this process has seen, before the store is asked; None asks always.
 
     Attributes:
         own: The transaction that is ours.
         refused: Whether an id was refused; then no other id of this delivery may stay claimed.
     """
 
-    def __init__(self, store: Store[Tx], own: Tx, *, flights: Flights, hooks: Sequence[Hook]) -> None:
+    def __init__(
+        self,
+        store: Store[Any],
+        own: Transaction,
+        *,
+        flights: Flights,
+        hooks: Sequence[Hook],
+        guard: GenerationalGuard | None = None,
+    ) -> None:
         self.own = own
+        self._guard = guard
         self._store = store
         self._flights = flights
         self._hooks = hooks
-        self._held: dict[bytes, _Held[Tx]] = {}
+        self._held: dict[bytes, _Held] = {}
         self._failed = False
         self._succeeding = False
         self.refused = False
@@ -153,7 +114,12 @@ class Delivery(Generic[Tx]):
     # 1. claim
 
     async def claim(
-        self, intent: Intent, transaction: Tx, *, wait: timedelta | None = None
+        self,
+        intent: Intent,
+        transaction: Transaction,
+        *,
+        wait: timedelta | None = None,
+        store: Store[Any] | None = None,
     ) -> Claim | Refusal:
         """Claim an id; the same id met twice in one delivery is one claim.
 
@@ -161,16 +127,18 @@ class Delivery(Generic[Tx]):
             intent: What is to be done once.
             transaction: The one that the handler's work is in: `own`, or a borrowed one.
             wait: How long to wait for the outcome of a twin in flight; None does not wait.
+            store: Where to claim, if not in the delivery's store.
 
         Raises:
             StoreUnavailableError: Nobody knows whether the work is done, so it must not run.
         """
         if (held := self._held.get(intent.key)) is not None:
             return held.claim
+        store = self._store if store is None else store
         try:
-            outcome = await self._take(intent, transaction)
+            outcome = await self._take(intent, transaction, store)
             if wait is not None and isinstance(outcome, InFlight):
-                outcome = await self._wait(intent, transaction, wait)
+                outcome = await self._wait(intent, transaction, store, wait)
         except StoreUnavailableError as error:
             logger.info(
                 "refused logical id %r in scope %r: %s", intent.logical_id, scope_text(intent.scope), error
@@ -179,26 +147,46 @@ class Delivery(Generic[Tx]):
             raise
         if isinstance(outcome, Claimed):
             return self._held[intent.key].claim
-        self._refuse(intent, outcome)
+        self._refuse(intent, outcome, store.refusals_logged_at)
         return outcome
 
-    async def _take(self, intent: Intent, transaction: Tx) -> Outcome:
+    async def _take(self, intent: Intent, transaction: Transaction, store: Store[Any]) -> Outcome:
+        if self._guard is None:
+            return await self._ask(intent, transaction, store, None)
+        with self._guard.attempt(intent.guard_key) as attempt:
+            if attempt.seen is Seen.PROCESSED:
+                return Duplicate()
+            if attempt.seen is Seen.IN_FLIGHT:
+                return self._flights.seen_from(intent)
+            outcome = await self._ask(intent, transaction, store, attempt)
+            if isinstance(outcome, Claimed):
+                attempt.keep()
+            return outcome
+
+    async def _ask(
+        self, intent: Intent, transaction: Transaction, store: Store[Any], attempt: Attempt | None
+    ) -> Outcome:
         flight = self._flights.depart(intent)
-        if flight is None and not self._store.sees_in_flight:
+        if flight is None and not store.sees_in_flight:
             # A neighbour is at it, and the store would make us queue behind it: a look must do.
-            return await self._store.look(intent, transaction) or self._flights.seen_from(intent)
+            return await store.look(intent, transaction) or self._flights.seen_from(intent)
         try:
-            outcome = await self._store.claim(intent, transaction)
+            outcome = await store.claim(intent, transaction)
         except BaseException:
             self._flights.land(flight)
             raise
         if isinstance(outcome, Claimed):
-            self._hold(intent, outcome.receipt, transaction, flight or self._flights.overtake(intent))
+            flight = flight or self._flights.overtake(intent)
+            times = outcome.receipt.claimed_at, outcome.receipt.expires_at
+            claim = Claim(intent.logical_id, scope_text(intent.scope), *times, transaction)
+            self._hold(_Held(intent, outcome.receipt, claim, store, transaction), flight, attempt)
             return outcome
         self._flights.land(flight)
         return self._flights.seen_from(intent) if isinstance(outcome, InFlight) else outcome
 
-    async def _wait(self, intent: Intent, transaction: Tx, wait: timedelta) -> Outcome:
+    async def _wait(
+        self, intent: Intent, transaction: Transaction, store: Store[Any], wait: timedelta
+    ) -> Outcome:
         """Wait without a connection until the twin's outcome is known, or time is up."""
         outcome: Outcome = InFlight()
         deadline = time.monotonic() + wait.total_seconds()
@@ -215,20 +203,14 @@ class Delivery(Generic[Tx]):
                 )
                 break
             await self._flights.landing(intent, pause=min(pause, left), at_most=left)
-            outcome = await self._take(intent, transaction)
+            outcome = await self._take(intent, transaction, store)
             if not isinstance(outcome, InFlight):
                 break
         return outcome
 
-    def _hold(self, intent: Intent, receipt: Receipt, transaction: Tx, flight: Flight) -> None:
-        claim = Claim(
-            intent.logical_id,
-            scope_text(intent.scope),
-            receipt.claimed_at,
-            receipt.expires_at,
-            transaction,
-        )
-        held = self._held[intent.key] = _Held(intent, receipt, claim, transaction)
+    def _hold(self, held: _Held, flight: Flight, attempt: Attempt | None) -> None:
+        intent = held.intent
+        self._held[intent.key] = held
         flight.held = True
         self._tell(EventKind.CLAIMED, intent)
 
@@ -238,10 +220,14 @@ class Delivery(Generic[Tx]):
             if fate is Fate.OPEN:  # taken anew before a COMMIT, after the handler's ROLLBACK
                 return
             self._flights.land(flight)
+            if attempt is not None and fate is Fate.COMMITTED:
+                attempt.complete(window=intent.window)
+            elif attempt is not None:
+                attempt.release()
             if not held.given_back:
                 self._tell(EventKind.COMMITTED if fate is Fate.COMMITTED else EventKind.RELEASED, intent)
 
-        transaction.watch(decided)
+        held.transaction.watch(decided)
 
     # 3. settle
 
@@ -249,7 +235,7 @@ class Delivery(Generic[Tx]):
         """Count windows anew that are counted from the end of the work, before any transaction commits."""
         for held in self._held.values():
             if held.intent.from_end and held.fate is Fate.OPEN:
-                await self._store.renew(held.intent, held.receipt, held.transaction)
+                await held.store.renew(held.intent, held.receipt, held.transaction)
 
     async def succeed(self) -> None:
         """Commit what is ours. A claim that the handler rolled back mid-way is taken anew before.
@@ -262,9 +248,9 @@ class Delivery(Generic[Tx]):
         for held in list(self._held.values()):
             if held.fate is Fate.ROLLED_BACK:
                 held.transaction.forget()  # else its next COMMIT would take the claim anew as well
-                outcome = await self._take(held.intent, held.transaction)
+                outcome = await self._take(held.intent, held.transaction, held.store)
                 if not isinstance(outcome, Claimed):
-                    self._refuse(held.intent, outcome)
+                    self._refuse(held.intent, outcome, held.store.refusals_logged_at)
                     raise error_of(held.intent, outcome)
         # Not shielded: a COMMIT that is cut in half is durable, claim and work, or neither is.
         self._succeeding = True
@@ -289,7 +275,11 @@ class Delivery(Generic[Tx]):
             for held in self._held.values():
                 if held.to_give_back and not held.transaction.idle:
                     held.transaction.watch(partial(self._give_back_later, held))
-        elif not self.own.idle:
+            return
+        for held in self._held.values():
+            if held.transaction is not self.own:
+                await held.transaction.commit()
+        if not self.own.idle:
             await uncancelled(self.own.rollback())
 
     @property
@@ -314,16 +304,18 @@ class Delivery(Generic[Tx]):
             if held.to_give_back:
                 await self._give_back(held)
 
-    def _give_back_later(self, held: _Held[Tx], _: Fate) -> None:
+    def _give_back_later(self, held: _Held, _: Fate) -> None:
         self._flights.background(self._give_back(held))
 
-    async def _give_back(self, held: _Held[Tx]) -> None:
+    async def _give_back(self, held: _Held) -> None:
         """Withdraw a claim from a transaction that is still open, or release one that was committed."""
         try:
             if held.fate is Fate.OPEN:
-                await self._store.withdraw(held.intent, held.receipt, held.transaction)
+                await held.store.withdraw(held.intent, held.receipt, held.transaction)
             elif held.transaction.idle:
-                await self._store.release(held.intent, held.receipt)
+                await held.store.release(held.intent, held.receipt)
+                if self._guard is not None:
+                    self._guard.release(held.intent.guard_key)
             else:
                 return  # it would take a second connection: finish() comes when this one is given back
         except Exception as error:
@@ -356,11 +348,12 @@ class Delivery(Generic[Tx]):
                 kind = EventKind.TOO_LARGE
         tell(self._hooks, Event(kind))
 
-    def _refuse(self, intent: Intent, refusal: Refusal) -> None:
+    def _refuse(self, intent: Intent, refusal: Refusal, level: int) -> None:
         self.refused = True
         age = refusal.age if isinstance(refusal, Duplicate) else None
         kind = _KINDS[type(refusal)]
-        logger.info(
+        logger.log(
+            level,
             "refused logical id %r in scope %r: %s, age %s",
             intent.logical_id,
             scope_text(intent.scope),
@@ -375,7 +368,7 @@ class Delivery(Generic[Tx]):
 
 
 @asynccontextmanager
-async def settled(delivery: Delivery[Any]) -> AsyncIterator[None]:
+async def settled(delivery: Delivery) -> AsyncIterator[None]:
     """Settle a delivery around a block of code: success at its end, failure where it raises or has failed."""
     try:
         yield

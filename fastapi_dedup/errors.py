@@ -106,9 +106,9 @@ class DuplicateError(_RefusalError):
     Attributes:
         logical_id: The id.
         scope: The scope that the id is unique in.
-        claimed_at: When the first delivery claimed it, by the store's clock.
-        expires_at: When the window ends.
-        age: How long ago it was claimed.
+        claimed_at: When the first delivery claimed it, by the store's clock; None where a guard answered.
+        expires_at: When the window ends; None like `claimed_at`.
+        age: How long ago it was claimed; None like `claimed_at`.
     """
 
     _sentence = "the work of logical id {logical_id!r} in scope {scope!r} is already done"
@@ -118,9 +118,9 @@ class DuplicateError(_RefusalError):
         logical_id: str,
         scope: str,
         *,
-        claimed_at: datetime,
-        expires_at: datetime,
-        age: timedelta,
+        claimed_at: datetime | None = None,
+        expires_at: datetime | None = None,
+        age: timedelta | None = None,
     ) -> None:
         super().__init__(logical_id, scope)
         self.claimed_at = claimed_at

@@ -110,6 +110,9 @@ class GenerationalGuard:
         on_event: Called with every `GuardEvent`, inline and outside the lock, so it must be quick; what
             it raises is logged and changes nothing. Default None: the counters of `snapshot()` only.
 
+    Attributes:
+        window: The longest that a processed id is remembered.
+
     Raises:
         ConfigurationError: A setting is unusable; the message names the fix.
     """
@@ -130,6 +133,7 @@ class GenerationalGuard:
         if identity not in {"id", "id_and_destination"}:
             msg = f"the guard's identity must be 'id' or 'id_and_destination', not {identity!r}"
             raise ConfigurationError(msg)
+        self.window = window
         self._max_tracked = max_tracked
         self._by_id = identity == "id"
         self._clock = clock
@@ -213,6 +217,12 @@ class GenerationalGuard:
             self._owners.pop(key, None)
             for ids in (self._in_flight, self._current, self._previous):
                 ids.discard(key)
+
+    def clear(self) -> None:
+        """Forget every processed id; those in flight stay. For when something was released elsewhere."""
+        with self._lock:
+            self._current.clear()
+            self._previous.clear()
 
     def attempt(self, logical_id: str | bytes, destination: str | None = None) -> Attempt:
         """Try to begin an id, and own its mark until `complete`, `release`, or the attempt's own end.
@@ -357,19 +367,20 @@ class GenerationalGuard:
 class Attempt:
     """One try at an id, made by `GenerationalGuard.attempt`: the owner of its in-flight mark.
 
-    Leaving the `with` block gives the mark back unless `complete` was called. So does losing the
+    Leaving the `with` block gives the mark back unless `complete` or `keep` was called. So does losing the
     attempt: a mark lives no longer than its owner.
 
     Attributes:
         seen: `Seen.NEW` if the id may run; otherwise why not.
     """
 
-    __slots__ = ("_begun_at", "_guard", "_key", "_mark", "seen")
+    __slots__ = ("_begun_at", "_guard", "_kept", "_key", "_mark", "seen")
 
     def __init__(self, guard: GenerationalGuard, key: _Key) -> None:
         self._guard = guard
         self._key = key
         self._mark: object | None = object()
+        self._kept = False
         self._begun_at = guard._clock()
         self.seen = guard._begin(key, self._mark)
         if self.seen is not _NEW:
@@ -397,11 +408,16 @@ class Attempt:
             with self._guard._lock:
                 self._guard._give_back(self._key, mark)
 
+    def keep(self) -> None:
+        """Keep the mark beyond the `with` block: the caller settles the attempt later."""
+        self._kept = True
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        if not self._kept:
+            self.release()
 
     def __del__(self) -> None:
         # The collector may come by in the midst of the guard's critical section: leave a note, lock nothing.

@@ -80,6 +80,8 @@ class Policy:
             header carries the id, apart from the payload; True and False force it, and a callable
             takes the request or message and returns what to compare (bytes or str).
         failed: Tells whether a returned status means failure, which frees the id.
+        store: `"durable"` claims in the database. `"memory"` claims in a guard of this process: best effort,
+            lost at restart, unknown to sibling processes, and without a query.
         keep_after_handling: For `source="delivery"`: how long a message's id is kept after it was handled.
             Default 5 minutes.
         identity: For `source="delivery"`: whether a message that fans out to several queues is one
@@ -105,6 +107,7 @@ class Policy:
     replay: bool = False
     fingerprint: bool | Callable[..., Any] | None = None
     failed: Callable[[int], bool] = failure_status
+    store: Literal["durable", "memory"] = "durable"
     keep_after_handling: timedelta = timedelta(minutes=5)
     identity: Literal["id", "id_and_destination"] = "id_and_destination"
     methods: Iterable[str] = ("POST", "PUT", "PATCH", "DELETE")
@@ -225,6 +228,9 @@ def _validate(policy: Policy) -> None:
     positive("wait_timeout", policy.wait_timeout)
     _check_switches(policy)
     positive("keep_after_handling", policy.keep_after_handling)
+    if policy.store not in {"durable", "memory"}:
+        msg = f"store must be 'durable' or 'memory', not {policy.store!r}"
+        raise ConfigurationError(msg)
     if policy.identity not in {"id", "id_and_destination"}:
         msg = f"identity must be 'id' or 'id_and_destination', not {policy.identity!r}"
         raise ConfigurationError(msg)

@@ -8,23 +8,25 @@ import os
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Literal
 
 from sqlalchemy import MetaData
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.engine import URL
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from fastapi_dedup.claims import DEFAULT_WINDOW, Claim, Intent, positive
 from fastapi_dedup.core import Delivery, error_of, settled
 from fastapi_dedup.errors import ConfigurationError, MissingLogicalIdError, StoreUnavailableError
 from fastapi_dedup.flights import Flights
+from fastapi_dedup.guard import GenerationalGuard
 from fastapi_dedup.identities import Identities
 from fastapi_dedup.identity import legal
 from fastapi_dedup.messaging.handler import MessageHandler
 from fastapi_dedup.policy import Policy
 from fastapi_dedup.reaper import Reaper
-from fastapi_dedup.stores.dialects import sqlite
+from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE, bound
+from fastapi_dedup.stores.memory import MemoryStore
 from fastapi_dedup.stores.sql import DEFAULT_TABLE, SqlStore, claims_table
 from fastapi_dedup.stores.transactions import BorrowedTransaction, OwnTransaction
 
@@ -35,23 +37,10 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.hooks import Hook
     from fastapi_dedup.policy import Endpoint
-    from fastapi_dedup.stores.transactions import SessionTransaction
 
-__all__ = ["DATABASE_URL_VARIABLE", "Dedup"]
+__all__ = ["Dedup"]
 
 logger = logging.getLogger("fastapi_dedup")
-
-DATABASE_URL_VARIABLE = "FASTAPI_DEDUP_DATABASE_URL"
-EMBEDDED_URL = "sqlite+aiosqlite:///fastapi_dedup.db"
-_BUSY_TIMEOUT = 30.0
-
-# Which drivers serve a URL that names none, and the extra that brings each.
-_DRIVERS = {
-    "postgresql": (("asyncpg", "postgresql"), ("psycopg", "psycopg")),
-    "sqlite": (("aiosqlite", "sqlite"),),
-    "mysql": (("asyncmy", "asyncmy"), ("aiomysql", "aiomysql")),
-    "mariadb": (("asyncmy", "asyncmy"), ("aiomysql", "aiomysql")),
-}
 
 
 class Dedup:
@@ -75,6 +64,11 @@ class Dedup:
             from a job of your own. Default 5 minutes.
         reap_batch: The most claims that one reaping statement deletes. Default 1000.
         hooks: Callables that are told every `fastapi_dedup.hooks.Event`.
+        guard: A guard in front of the database: it refuses duplicates of what this process has in flight or
+            has seen committed without a query, for at most its window and never beyond the claim's.
+            None, the default, asks the database every time.
+        memory: Makes the guard that is the whole store of a policy with `store="memory"`; one for each
+            such policy. Default: `GenerationalGuard`, with its defaults.
 
     Attributes:
         identities: The publisher's rules: which id a message has by its type.
@@ -95,17 +89,22 @@ class Dedup:
         reap_every: timedelta | None = timedelta(minutes=5),
         reap_batch: int = 1000,
         hooks: Iterable[Hook] = (),
+        guard: GenerationalGuard | None = None,
+        memory: Callable[[], GenerationalGuard] = GenerationalGuard,
     ) -> None:
         self.window = positive("window", window)
         if isinstance(reap_batch, bool) or not isinstance(reap_batch, int) or reap_batch < 1:
             msg = f"reap_batch must be a whole number of at least 1, not {reap_batch!r}"
             raise ConfigurationError(msg)
         embedded = bind is None and not os.environ.get(DATABASE_URL_VARIABLE)
-        self._open_session, self.engine, self._owns_engine = _bound(bind)
+        self._open_session, self.engine, self._owns_engine = bound(bind)
         self._create_table = embedded if create_table is None else create_table
         self._table = claims_table(MetaData(), name=table, schema=schema)
         self._store = SqlStore(self.engine, self._table)
         self._hooks = tuple(hooks)
+        self._guard = guard
+        self._make_memory = memory
+        self._memories: dict[Policy, MemoryStore] = {}
         self._required: list[tuple[Callable[[Endpoint], bool], Policy]] = []
         self.identities = Identities()
         self._flights = Flights()
@@ -202,9 +201,14 @@ class Dedup:
             logical_id: The id.
             scope: Its scope: a name, or the parts of the scope as a tuple such as `("POST", "/orders")`.
 
+        A guard of this process forgets it at once; those of other processes may refuse the id without
+        asking the database for as long as their window, 5 minutes by default.
+
         Returns:
             Whether there was a claim.
         """
+        if self._guard is not None:
+            self._guard.clear()
         return await self._store.release(self.intent(logical_id, scope=scope), None)
 
     # Policies
@@ -269,10 +273,34 @@ class Dedup:
         parts = (scope,) if isinstance(scope, str) else scope
         return Intent(parts, logical_id, self.window if window is None else window, fingerprint, from_end)
 
-    def delivery(self) -> Delivery[SessionTransaction]:
+    def delivery(self) -> Delivery:
         """Return a new delivery, with a transaction of its own that opens when it is used."""
-        own: SessionTransaction = OwnTransaction(self._open_session)
-        return Delivery(self._store, own, flights=self._flights, hooks=self._hooks)
+        own = OwnTransaction(self._open_session)
+        return Delivery(self._store, own, flights=self._flights, hooks=self._hooks, guard=self._guard)
+
+    def memory_of(self, policy: Policy) -> MemoryStore:
+        """Return the guard of a policy with `store="memory"`, as a store; it outlives consumers.
+
+        Raises:
+            ConfigurationError: The policy's window is longer than the guard keeps anything.
+        """
+        store = self._memories.get(policy)
+        if store is None:
+            guard = self._make_memory()
+            if policy.window is not None and policy.window > guard.window:
+                msg = (
+                    f"store='memory' keeps an id for {guard.window} at the most, and the policy asks for "
+                    f"{policy.window}: leave window out, use the durable store, or give "
+                    "Dedup(memory=lambda: GenerationalGuard(window=...))"
+                )
+                raise ConfigurationError(msg)
+            if _has_siblings():
+                logger.warning(
+                    "store='memory' in one of several worker processes: its siblings do not know what it has "
+                    "seen, so each of them may run a duplicate"
+                )
+            store = self._memories[policy] = MemoryStore(guard, guard.window)
+        return store
 
     @asynccontextmanager
     async def claim(
@@ -331,62 +359,6 @@ class Dedup:
             yield outcome
 
 
-def _bound(
-    bind: str | URL | AsyncEngine | async_sessionmaker[Any] | None,
-) -> tuple[async_sessionmaker[Any], AsyncEngine, bool]:
-    """Return what opens sessions, the engine behind it, and whether the engine is ours to dispose of."""
-    if isinstance(bind, async_sessionmaker):
-        engine = bind.kw.get("bind")
-        if not isinstance(engine, AsyncEngine):
-            msg = "the async_sessionmaker has no AsyncEngine as its bind: give Dedup(...) the engine itself"
-            raise ConfigurationError(msg)
-        return bind, engine, False
-    if isinstance(bind, AsyncEngine):
-        return async_sessionmaker(bind, expire_on_commit=False), bind, False
-    if bind is None:
-        bind = os.environ.get(DATABASE_URL_VARIABLE) or EMBEDDED_URL
-        logger.info("claims are kept in %s", make_url(bind).render_as_string())
-    if not isinstance(bind, str | URL):
-        msg = (
-            f"Dedup(...) takes a URL, an AsyncEngine or an async_sessionmaker, not {type(bind).__name__}: "
-            "a synchronous engine becomes one with create_async_engine(url)"
-        )
-        raise ConfigurationError(msg)
-    engine = _engine(bind)
-    return async_sessionmaker(engine, expire_on_commit=False), engine, True
-
-
-def _engine(bind: str | URL) -> AsyncEngine:
-    try:
-        url = make_url(bind)
-    except ArgumentError as error:
-        msg = f"{DATABASE_URL_VARIABLE} or the URL given to Dedup(...) is no database URL: {error}"
-        raise ConfigurationError(msg) from error
-    backend = url.get_backend_name()
-    candidates = _DRIVERS.get(backend, ())
-    if "+" not in url.drivername and candidates:
-        url = _with_driver(url, backend)
-    try:
-        engine = create_async_engine(url)
-    except ImportError as error:
-        hints = " or ".join(f"'fastapi-dedup[{extra}]'" for _, extra in candidates) or "the driver"
-        msg = f"the driver of {url.drivername} is not installed: pip install {hints}"
-        raise ConfigurationError(msg) from error
-    except Exception as error:
-        msg = f"SQLAlchemy makes no asynchronous engine of {url.render_as_string()}: {error}"
-        raise ConfigurationError(msg) from error
-    if backend == "sqlite":
-        sqlite.prepare_engine(engine.sync_engine, busy_timeout=_BUSY_TIMEOUT)
-    return engine
-
-
-def _with_driver(url: URL, backend: str) -> URL:
-    """Return a URL that names no driver with the first asynchronous one that is installed."""
-    for driver, _ in _DRIVERS[backend]:
-        named = url.set(drivername=f"{backend}+{driver}")
-        try:
-            named.get_dialect().import_dbapi()
-        except ImportError:
-            continue
-        return named
-    return url.set(drivername=f"{backend}+{_DRIVERS[backend][0][0]}")
+def _has_siblings() -> bool:
+    """Tell whether this process looks like one of several workers."""
+    return parent_process() is not None or os.environ.get("WEB_CONCURRENCY", "1") not in {"", "1"}

@@ -14,6 +14,7 @@ from fastapi_dedup.claims import Claim
 from fastapi_dedup.core import error_of
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.policy import failure_status
+from fastapi_dedup.stores.memory import MemoryTransaction
 from fastapi_dedup.stores.transactions import BorrowedTransaction
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from fastapi_dedup.errors import DedupError
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.runtime import Dedup
+    from fastapi_dedup.store import Transaction
+    from fastapi_dedup.stores.memory import MemoryStore
 
 __all__ = ["OWN", "Exchange", "exchange_of"]
 
@@ -122,12 +125,17 @@ class Exchange:
         Raises:
             DedupError: The delivery is refused.
         """
-        transaction = self.delivery.own if session is OWN else BorrowedTransaction(session)
+        store: MemoryStore | None = None
+        transaction: Transaction = self.delivery.own
+        if policy.store == "memory":
+            store, transaction = self.dedup.memory_of(policy), MemoryTransaction()
+        elif session is not OWN:
+            transaction = BorrowedTransaction(session)
         self._policies.append(policy)
         wait = policy.wait_timeout if policy.in_flight == "wait" else None
-        outcome = await self.delivery.claim(intent, transaction, wait=wait)
+        outcome = await self.delivery.claim(intent, transaction, wait=wait, store=store)
         if isinstance(outcome, Claim):
-            self._rides_own |= session is OWN
+            self._rides_own |= transaction is self.delivery.own
             return outcome
         self.duplicate_status = policy.duplicate_status
         raise error_of(intent, outcome)

@@ -112,8 +112,8 @@ def _particulars(error: DedupError) -> dict[str, str]:
     match error:
         case MissingLogicalIdError(field=field) | InvalidLogicalIdError(field=field):
             return {"field": field}
-        case DuplicateError(claimed_at=at):
+        case DuplicateError(claimed_at=at) if at is not None:
             return {"logical_id": error.logical_id, "claimed_at": at.isoformat()}
-        case ClaimInFlightError() | FingerprintMismatchError():
+        case DuplicateError() | ClaimInFlightError() | FingerprintMismatchError():
             return {"logical_id": error.logical_id}
     return {}

@@ -18,6 +18,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.identities import headers_for
 from fastapi_dedup.messaging.acknowledge import Answer, Judge, OnError, telling
 from fastapi_dedup.messaging.envelope import Envelope, with_stamp
@@ -46,8 +47,7 @@ def consumer(
     """Wrap a handler into a callback that claims, runs, commits and then acknowledges.
 
     The handler is called with aio-pika's message, and with the session and the claim if it has parameters
-    annotated as `AsyncSession` and `Claim`. It must not acknowledge: that is done after COMMIT. Consume
-    with acknowledgements on, which is aio-pika's default.
+    annotated as `AsyncSession` and `Claim`. It must not acknowledge: that is done after COMMIT.
 
     A message without a legal id is rejected and not requeued: RabbitMQ takes it to the queue's dead-letter
     exchange, and drops it where the queue has none.
@@ -76,6 +76,9 @@ def consumer(
 
         @wraps(function)
         async def on_message(message: AbstractIncomingMessage) -> None:
+            if message.processed:
+                msg = f"a message of {name} is acknowledged before it is handled: consume with no_ack=False"
+                raise ConfigurationError(msg)
             envelope = Envelope(message.body, message.headers, message.message_id, name, message)
             verdict = await judge(envelope)
             if verdict.answer is Answer.AGAIN:

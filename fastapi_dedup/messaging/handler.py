@@ -38,6 +38,7 @@ from fastapi_dedup.messaging.envelope import (
     scope_of,
 )
 from fastapi_dedup.policy import Endpoint
+from fastapi_dedup.stores.memory import MemoryTransaction
 from fastapi_dedup.stores.transactions import BorrowedTransaction
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from fastapi_dedup.claims import Intent
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.runtime import Dedup
+    from fastapi_dedup.store import Transaction
 
 __all__ = ["MessageHandler", "Result", "handle"]
 
@@ -97,13 +99,17 @@ async def handle(
         delivery.unidentified(error)
         raise
     async with settled(delivery), _session(policies, session) as theirs:
-        transaction = delivery.own if theirs is None else BorrowedTransaction(theirs)
+        transaction: Transaction = delivery.own if theirs is None else BorrowedTransaction(theirs)
         claim = None
         for policy, intent in zip(policies, intents, strict=True):
             if intent is None:
                 continue
             wait = policy.wait_timeout if policy.in_flight == "wait" else None
-            outcome = await delivery.claim(intent, transaction, wait=wait)
+            if policy.store == "memory":
+                memory = dedup.memory_of(policy)
+                outcome = await delivery.claim(intent, MemoryTransaction(), wait=wait, store=memory)
+            else:
+                outcome = await delivery.claim(intent, transaction, wait=wait)
             if not isinstance(outcome, Claim):
                 await delivery.fail()
                 if isinstance(outcome, Mismatch):

@@ -6,6 +6,7 @@ plain synchronous functions over a `Connection`, which SQLAlchemy runs for async
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -138,6 +139,8 @@ class SqlStore:
         level = self._dialect.reaps_at
         self._reaping = engine if level is None else engine.execution_options(isolation_level=level)
         self.sees_in_flight = self._dialect.sees_in_flight
+
+    refusals_logged_at = logging.INFO
 
     async def claim(self, intent: Intent, transaction: SessionTransaction) -> Outcome:
         """Take the id inside the transaction, or say why not, and leave the transaction usable."""

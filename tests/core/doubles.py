@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -81,6 +82,7 @@ class MemoryStore:
     def __init__(self, journal: list[str], *, sees_in_flight: bool = True) -> None:
         self.journal = journal
         self.sees_in_flight = sees_in_flight
+        self.refusals_logged_at = logging.INFO
         self.answers: list[Outcome | BaseException] = []
         self.looks: list[Outcome | None] = []
         self.release_error: Exception | None = None

@@ -28,6 +28,7 @@ CORE = (
     "policy",
     "reaper",
     "stamping",
+    "store",
 )
 FOREIGN = (
     *("fastapi", "starlette", "sqlalchemy", "pydantic"),

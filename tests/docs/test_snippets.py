@@ -9,7 +9,7 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
-from fastapi_dedup.runtime import DATABASE_URL_VARIABLE
+from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE
 from tests.docs.pages import PAGES, name_of
 
 SYBIL = Sybil(parsers=[PythonCodeBlockParser()], pattern="*.md")

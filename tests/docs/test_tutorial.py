@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from fastapi_dedup.runtime import DATABASE_URL_VARIABLE
+from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE
 from tests.docs.pages import DOCS
 from tests.servers import driver_url, postgres_database
 

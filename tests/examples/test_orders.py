@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from examples.orders.demo import Report, kind_of
-from fastapi_dedup.runtime import DATABASE_URL_VARIABLE
+from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE
 from tests.live import process
 from tests.servers import driver_url, postgres_database
 

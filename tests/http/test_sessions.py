@@ -115,6 +115,29 @@ async def test_a_session_that_is_begun_before_the_claim_is_ridden(world: World) 
     assert (await world.orders(), await world.ids()) == (["a"], ["k"])
 
 
+@pytest.mark.parametrize("same", [False, True], ids=["distinct keys", "one key"])
+async def test_many_requests_at_once_that_read_before_they_claim_get_through(
+    world: World, *, same: bool
+) -> None:
+    # case F8
+    get_session = session_of(world)
+    app = world.app()
+
+    async def user(session: Annotated[AsyncSession, Depends(get_session)]) -> Any:
+        return await session.scalar(text("select count(*) from orders"))
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated(session=get_session)), Depends(user)])
+    async def create(session: Annotated[AsyncSession, Depends(get_session)]) -> None:
+        await add(session, "a")
+
+    async with client(app) as c:
+        keys = ["k" if same else f"{n}" for n in range(20)]
+        answers = await asyncio.gather(*[c.post("/orders", headers={KEY: key}) for key in keys])
+    statuses = sorted(each.status_code for each in answers)
+    assert statuses == ([200] + [409] * 19 if same else [200] * 20)
+    assert len(await world.orders()) == len(await world.ids()) == (1 if same else 20)
+
+
 async def test_a_refused_duplicate_leaves_the_apps_transaction_usable(world: World) -> None:
     # case F5
     app = world.app()

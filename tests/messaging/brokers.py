@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import aio_pika
@@ -186,7 +187,7 @@ class RabbitMQ(Broker):
         self._topics.append(topic)
         channel = await self.channel()
         exchange = await channel.declare_exchange(name, aio_pika.ExchangeType.FANOUT)
-        await channel.declare_queue(f"{name}.dead")
+        await channel.declare_queue(f"{name}.dead", durable=durable)
         dead_lettering = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": f"{name}.dead"}
         for endpoint in topic.endpoints:
             queue = await channel.declare_queue(
@@ -272,10 +273,12 @@ class JetStream(Broker):
 
     Attributes:
         ack_wait: After how many seconds a message that nobody settles is delivered again.
+        heartbeat: How often a handler should say that it is alive.
     """
 
     kind = "jetstream"
-    ack_wait = 1.0
+    ack_wait = 0.5
+    heartbeat = timedelta(seconds=ack_wait / 3)
 
     def __init__(self, url: str, consumers_url: str | None = None) -> None:
         super().__init__(url, consumers_url)

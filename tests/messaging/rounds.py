@@ -30,7 +30,7 @@ async def publish(broker: Broker, topic: Topic) -> None:
     random.shuffle(publications)
     for body, logical_id in publications:
         await broker.publish(topic, body.encode(), deduplication_id=logical_id)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.005)
 
 
 async def play(number: int, broker: Broker, database: str, folder: Path) -> None:

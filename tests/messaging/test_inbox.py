@@ -61,7 +61,7 @@ async def test_two_publications_are_two_deliveries_whatever_they_say(broker: Bro
 @pytest.mark.parametrize(
     ("policy", "runs"),
     [(INBOX, 2), (Deduplicated(source="delivery", identity="id"), 1)],
-    ids=lambda x: str(x),
+    ids=["per endpoint", "in all"],
 )
 async def test_a_delivery_that_fans_out_is_one_per_endpoint_or_one_in_all(
     broker: Broker, world: World, policy: Deduplicated, runs: int

@@ -77,7 +77,7 @@ async def test_a_handler_may_take_longer_than_the_servers_patience(
         world.dedup,
         BY_HEADER,
         function=shop.order,
-        heartbeat=timedelta(seconds=jetstream.ack_wait / 3),
+        heartbeat=jetstream.heartbeat,
     )
     await jetstream.publish(topic, "tea", deduplication_id="1")
     await until_heard(world, EventKind.COMMITTED)
@@ -90,7 +90,11 @@ async def test_a_copy_that_waits_sends_heartbeats_too(jetstream: JetStream, worl
     topic = await jetstream.topic()
     async with world.dedup.claim("1", scope=("message", topic.endpoint)):
         await jetstream.consume(
-            topic.endpoint, world.dedup, waits, function=Shop().order, heartbeat=timedelta(seconds=0.3)
+            topic.endpoint,
+            world.dedup,
+            waits,
+            function=Shop().order,
+            heartbeat=jetstream.heartbeat,
         )
         await jetstream.publish(topic, "tea", deduplication_id="1")
         await jetstream.busy(1)

@@ -11,7 +11,7 @@ import pytest
 from aio_pika.abc import AbstractIncomingMessage, HeadersType
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from fastapi_dedup import Claim, Deduplicated, InvalidLogicalIdError
+from fastapi_dedup import Claim, ConfigurationError, Deduplicated, InvalidLogicalIdError
 from fastapi_dedup.hooks import EventKind
 from fastapi_dedup.messaging.aio_pika import consumer, stamped
 from tests.http.world import World
@@ -125,6 +125,19 @@ async def test_a_handler_that_is_cancelled_leaves_its_message_to_the_broker(
     await until_heard(world, EventKind.COMMITTED)
     assert await rabbitmq.drained(topic)
     assert await world.orders() == ["tea"]
+
+
+async def test_a_message_that_is_acknowledged_before_it_is_handled_is_refused_loudly(
+    rabbitmq: RabbitMQ, world: World
+) -> None:
+    topic = await rabbitmq.topic()
+    shop = Shop()
+    on_order = consumer(world.dedup, BY_HEADER, queue=topic.endpoint)(shop.order)
+    await rabbitmq.publish(topic, "tea", deduplication_id="1")
+    queue = await (await rabbitmq.channel()).get_queue(topic.endpoint)
+    with pytest.raises(ConfigurationError, match="no_ack=False"):
+        await on_order(await queue.get(no_ack=True))
+    assert shop.runs == 0
 
 
 async def test_a_synchronous_handler_runs_beside_the_loop(rabbitmq: RabbitMQ, world: World) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import anyio
 import pytest
-from sqlalchemy import text
+from sqlalchemy import make_url, text
+from sqlalchemy.ext.asyncio import create_async_engine
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
@@ -153,6 +154,27 @@ async def transactions_left_open(shop: Served) -> int:
         return int(await connection.scalar(text(query)) or 0)
 
 
+@asynccontextmanager
+async def noticing_dead_clients(database: str) -> AsyncIterator[None]:
+    """Have PostgreSQL look during a query whether its client is still there.
+
+    Under anyio's cancellation, which comes again and again, asyncpg hangs up without having asked the server
+    to stop. The server goes on with the query, and keeps every lock until then.
+    """
+    name = make_url(database).database
+    engine = create_async_engine(database)
+    try:
+        async with engine.begin() as connection:
+            await connection.execute(
+                text(f"alter database {name} set client_connection_check_interval = '50ms'")
+            )
+        yield
+        async with engine.begin() as connection:
+            await connection.execute(text(f"alter database {name} reset client_connection_check_interval"))
+    finally:
+        await engine.dispose()
+
+
 async def expect_a_free_id_and_a_clean_pool(shop: Served, path: str) -> None:
     await no_connection_is_out(shop)
     assert await transactions_left_open(shop) == 0
@@ -186,7 +208,8 @@ async def test_a_disconnect_that_cancels_the_handler_frees_the_id_and_the_connec
 async def test_a_disconnect_that_cancels_a_running_query_frees_the_id_and_the_connection(
     backend: str, cancelling: dict[str, Any], path: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    async with served(url_of(backend, request, tmp_path), pool_size=1, **cancelling) as shop:
+    database = url_of(backend, request, tmp_path)
+    async with noticing_dead_clients(database), served(database, pool_size=1, **cancelling) as shop:
         caller = await Caller.connect(shop.url)
         await caller.send("POST", path, {"sku": "K"})
         await (await shop.gate.visitor()).answer("query for ever")

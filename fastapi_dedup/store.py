@@ -1,0 +1,71 @@
+"""What the core needs of a database: a store of claims, and the transactions that they ride in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastapi_dedup.claims import Fate, Intent, Outcome, Receipt
+
+__all__ = ["Store", "Transaction"]
+
+
+class Transaction(Protocol):
+    """The transaction that claims ride in: ours to end, or borrowed from the app."""
+
+    @property
+    def session(self) -> Any:
+        """The session or connection that the handler works with."""
+
+    @property
+    def used(self) -> bool:
+        """Whether a handler works in it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds no connection just now."""
+
+    def watch(self, decided: Callable[[Fate], None]) -> None:
+        """Call back once, when the innermost transaction open now (or one around it) ends."""
+
+    def forget(self) -> None:
+        """Take no lost claim anew any more: the delivery is over."""
+
+    async def step_aside(self) -> bool:
+        """Give the connection back while a duplicate waits; False where others have used it already."""
+
+    async def commit(self) -> None:
+        """Commit it if it is ours; a borrowed one commits where the app says."""
+
+    async def rollback(self) -> None:
+        """Roll it back if it is ours, and let go of its connection."""
+
+
+Tx_contra = TypeVar("Tx_contra", bound=Transaction, contravariant=True)
+
+
+class Store(Protocol[Tx_contra]):
+    """Where claims live. Everything it raises is a `DedupError`, with the driver's error as its cause."""
+
+    sees_in_flight: bool
+    """Whether `claim` sees an unfinished twin without waiting for it."""
+
+    refusals_logged_at: int
+    """The level of the log lines that tell of refused deliveries."""
+
+    async def claim(self, intent: Intent, transaction: Tx_contra) -> Outcome:
+        """Take the id inside the transaction, or say why not, and leave the transaction usable."""
+
+    async def look(self, intent: Intent, transaction: Tx_contra) -> Outcome | None:
+        """Return what a committed, unexpired claim answers; None where there is none. Takes no lock."""
+
+    async def renew(self, intent: Intent, receipt: Receipt, transaction: Tx_contra) -> None:
+        """Count a claim's window anew from now, inside the transaction that made it."""
+
+    async def withdraw(self, intent: Intent, receipt: Receipt, transaction: Tx_contra) -> None:
+        """Delete a claim inside the transaction that made it."""
+
+    async def release(self, intent: Intent, receipt: Receipt) -> bool:
+        """Delete a committed claim in a transaction of its own, if it still is the receipt's."""
