@@ -78,6 +78,8 @@ class Intent:
         window: How long the id is honoured, counted by the store's clock from the claim.
         fingerprint: Digest of the payload; None leaves the payload out of it.
         from_end: Whether the window is counted anew from the end of the work.
+        realm: Tells the claims of one store from those of another that the same process uses; "" in bytes
+            for the durable one.
         key: Digest of scope and id: what the store's unique key is on.
     """
 
@@ -86,10 +88,11 @@ class Intent:
     window: timedelta = DEFAULT_WINDOW
     fingerprint: bytes | None = None
     from_end: bool = False
+    realm: bytes = b""
     key: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", digest(self.scope, self.logical_id))
+        object.__setattr__(self, "key", self.realm + digest(self.scope, self.logical_id))
 
     @property
     def guard_key(self) -> bytes:

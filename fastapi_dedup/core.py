@@ -23,15 +23,12 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from fastapi_dedup.cancellation import uncancelled
-from fastapi_dedup.claims import Claim, Claimed, Duplicate, Fate, InFlight, Mismatch, scope_text
+from fastapi_dedup.claims import Claim, Claimed, Duplicate, Fate, InFlight, scope_text
 from fastapi_dedup.errors import (
-    ClaimInFlightError,
-    DedupError,
-    DuplicateError,
-    FingerprintMismatchError,
+    ClaimLostError,
     InvalidLogicalIdError,
     MissingLogicalIdError,
     PayloadTooLargeError,
@@ -39,6 +36,7 @@ from fastapi_dedup.errors import (
 )
 from fastapi_dedup.guard import Seen
 from fastapi_dedup.hooks import Event, EventKind, tell
+from fastapi_dedup.refusals import KINDS, Refusal, error_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -50,11 +48,9 @@ if TYPE_CHECKING:
     from fastapi_dedup.hooks import Hook
     from fastapi_dedup.store import Store, Transaction
 
-__all__ = ["Delivery", "Refusal", "error_of", "settled"]
+__all__ = ["Delivery", "settled"]
 
 logger = logging.getLogger("fastapi_dedup")
-
-Refusal: TypeAlias = Duplicate | InFlight | Mismatch
 
 
 @dataclass(slots=True, eq=False)
@@ -85,11 +81,11 @@ class Delivery:
         own: The transaction that is ours to commit and roll back; it may never be opened.
         flights: The ids that this process has in flight.
         hooks: Who hears of events.
-        guard: What answers for ids that this process has seen, before the store is asked; None asks always.
+        guard: What answers for ids that this process has seen, before `store` is asked; None asks always.
 
     Attributes:
         own: The transaction that is ours.
-        refused: Whether an id was refused; then no other id of this delivery may stay claimed.
+        refusal: Why an id was refused; then no other id of this delivery may stay claimed.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class Delivery:
         self._held: dict[bytes, _Held] = {}
         self._failed = False
         self._succeeding = False
-        self.refused = False
+        self.refusal: Refusal | None = None
 
     # 1. claim
 
@@ -151,7 +147,7 @@ class Delivery:
         return outcome
 
     async def _take(self, intent: Intent, transaction: Transaction, store: Store[Any]) -> Outcome:
-        if self._guard is None:
+        if self._guard is None or store is not self._store:
             return await self._ask(intent, transaction, store, None)
         with self._guard.attempt(intent.guard_key) as attempt:
             if attempt.seen is Seen.PROCESSED:
@@ -243,6 +239,7 @@ class Delivery:
         Raises:
             DuplicateError: The claim was rolled back mid-way, and another delivery has done the work.
             ClaimInFlightError: The same, and another delivery is doing it.
+            ClaimLostError: A borrowed session was closed without COMMIT.
             Exception: Whatever COMMIT raised, unchanged: the app's constraints are the app's.
         """
         for held in list(self._held.values()):
@@ -255,6 +252,12 @@ class Delivery:
         # Not shielded: a COMMIT that is cut in half is durable, claim and work, or neither is.
         self._succeeding = True
         await self.own.commit()
+        for held in self._held.values():
+            if held.transaction is not self.own:
+                await held.transaction.commit()
+        if self.lost:
+            msg = "the session of the claim was closed without COMMIT, so its work is lost: commit it before"
+            raise ClaimLostError(msg)
 
     async def fail(self) -> None:
         """Undo: roll back what is ours, and give the ids back. Never raises, so that nothing is masked."""
@@ -266,21 +269,27 @@ class Delivery:
     async def finish(self) -> None:
         """Release what could not be released before, once all of the caller's own has unwound.
 
-        A borrowed session that is still at work keeps its connection, so the release waits for its end.
+        A borrowed session that is still at work keeps its connection, so the release waits for its end. What
+        was done in our own transaction after the success is committed.
         """
         for held in self._held.values():
-            held.transaction.forget()
-        if self._failed:
+            if held.fate is not Fate.COMMITTED:
+                held.transaction.forget()
+        if self._failed or not self._succeeding:  # who never responded has failed
+            self._failed = True
             await uncancelled(self._undo())
             for held in self._held.values():
                 if held.to_give_back and not held.transaction.idle:
                     held.transaction.watch(partial(self._give_back_later, held))
             return
-        for held in self._held.values():
-            if held.transaction is not self.own:
-                await held.transaction.commit()
-        if not self.own.idle:
-            await uncancelled(self.own.rollback())
+        if not self.own.idle:  # something went on after the success was told
+            await uncancelled(self._end_own())
+
+    @property
+    def lost(self) -> bool:
+        """Whether a claim is gone, though nobody has said that the delivery failed."""
+        gone = {Fate.ROLLED_BACK, Fate.CLOSED}
+        return not self._failed and any(held.fate in gone for held in self._held.values())
 
     @property
     def failed(self) -> bool:
@@ -295,12 +304,20 @@ class Delivery:
             for held in self._held.values()
         )
 
+    async def _end_own(self) -> None:
+        try:
+            await self.own.commit()
+        finally:
+            await self.own.rollback()
+
     async def _undo(self) -> None:
         try:
             await self.own.rollback()
         except Exception:
             logger.exception("the rollback failed; the database ends the transaction with the connection")
         for held in self._held.values():
+            if held.transaction is not self.own:
+                await held.transaction.rollback()
             if held.to_give_back:
                 await self._give_back(held)
 
@@ -349,9 +366,9 @@ class Delivery:
         tell(self._hooks, Event(kind))
 
     def _refuse(self, intent: Intent, refusal: Refusal, level: int) -> None:
-        self.refused = True
+        self.refusal = refusal
         age = refusal.age if isinstance(refusal, Duplicate) else None
-        kind = _KINDS[type(refusal)]
+        kind = KINDS[type(refusal)]
         logger.log(
             level,
             "refused logical id %r in scope %r: %s, age %s",
@@ -379,25 +396,6 @@ async def settled(delivery: Delivery) -> AsyncIterator[None]:
         raise
     finally:
         await delivery.finish()
-
-
-_KINDS = {
-    Duplicate: EventKind.DUPLICATE,
-    InFlight: EventKind.IN_FLIGHT,
-    Mismatch: EventKind.MISMATCH,
-}
-
-
-def error_of(intent: Intent, refusal: Refusal) -> DedupError:
-    """Return the error that a refusal is, for the doors that cannot return a value instead of running."""
-    where = (intent.logical_id, scope_text(intent.scope))
-    match refusal:
-        case Duplicate(claimed_at, expires_at, age):
-            return DuplicateError(*where, claimed_at=claimed_at, expires_at=expires_at, age=age)
-        case InFlight():
-            return ClaimInFlightError(*where)
-        case Mismatch():
-            return FingerprintMismatchError(*where)
 
 
 def _pauses() -> Iterator[float]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 from fastapi_dedup.claims import positive
 from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.hooks import GuardEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,24 +48,14 @@ class Seen(enum.Enum):
     PROCESSED = "processed"
 
 
-class GuardEvent(enum.Enum):
-    """What a guard counts, and tells `on_event`.
-
-    Attributes:
-        SUPPRESSED: An id was refused, in flight or processed.
-        ROTATED: A generation was dropped, for whatever reason.
-        ROTATED_EARLY: It was dropped because of the ceiling, before its time; told beside `ROTATED`.
-        UNTRACKED: In-flight ids fill the ceiling, so an id ran, or was completed, unknown to the guard.
-    """
-
-    SUPPRESSED = "suppressed"
-    ROTATED = "rotated"
-    ROTATED_EARLY = "rotated_early"
-    UNTRACKED = "untracked"
-
-
 # Looking a member up on its class is slow on CPython 3.11, and these are on the hot path.
 _NEW, _IN_FLIGHT, _PROCESSED = Seen
+
+
+class _Mark:
+    """The in-flight mark of one attempt."""
+
+    forgotten = False  # whether the id was forgotten meanwhile: then its success is not remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +126,18 @@ class GenerationalGuard:
             raise ConfigurationError(msg)
         self.window = window
         self._max_tracked = max_tracked
-        self._by_id = identity == "id"
+        self._identity = identity
         self._clock = clock
         self._on_event = on_event
         self._in_flight: set[_Key] = set()
-        self._owners: dict[_Key, object] = {}  # the marks of the in-flight ids that an attempt owns
+        self._owners: dict[_Key, _Mark] = {}  # the marks of the in-flight ids that an attempt owns
         self._current: set[_Key] = set()
         self._previous: set[_Key] = set()
         self._due = clock() + self._half_window  # when the current generation has lasted its half
         self._room = max_tracked // 2  # how many more ids may come in before anyone has to count
         self._counts = dict.fromkeys(GuardEvent, 0)
         self._news: deque[GuardEvent] = deque()
-        self._orphans: deque[tuple[_Key, object]] = deque()
+        self._orphans: deque[tuple[_Key, _Mark]] = deque()
         self._lock = threading.Lock()
 
     def begin(self, logical_id: str | bytes, destination: str | None = None) -> bool:
@@ -218,11 +209,26 @@ class GenerationalGuard:
             for ids in (self._in_flight, self._current, self._previous):
                 ids.discard(key)
 
-    def clear(self) -> None:
-        """Forget every processed id; those in flight stay. For when something was released elsewhere."""
+    def forget(self, beginning: str | bytes) -> bool:
+        """Forget the processed ids that begin so, and let no attempt at one that is in flight be remembered.
+
+        Returns whether one was forgotten. It looks at every id: for an operator, not for every message.
+        """
+        length, found = len(beginning), False
         with self._lock:
-            self._current.clear()
-            self._previous.clear()
+            for key, mark in self._owners.items():
+                mark.forgotten |= key[:length] == beginning
+            for ids in (self._current, self._previous):
+                forgotten = {key for key in ids if key[:length] == beginning}
+                ids.difference_update(forgotten)
+                found |= bool(forgotten)
+        return found
+
+    def with_window(self, window: timedelta) -> GenerationalGuard:
+        """Return a new and empty guard that differs from this one in its window only."""
+        return GenerationalGuard(
+            window, self._max_tracked, identity=self._identity, clock=self._clock, on_event=self._on_event
+        )
 
     def attempt(self, logical_id: str | bytes, destination: str | None = None) -> Attempt:
         """Try to begin an id, and own its mark until `complete`, `release`, or the attempt's own end.
@@ -238,12 +244,7 @@ class GenerationalGuard:
         return Attempt(self, self._key(logical_id, destination))
 
     def look(self, logical_id: str | bytes, destination: str | None = None) -> Seen:
-        """Say what is known of an id. Takes nothing, counts nothing.
-
-        Args:
-            logical_id: The id.
-            destination: As given to `begin`.
-        """
+        """Say what is known of an id, given as to `begin`. Takes nothing, counts nothing."""
         key = self._key(logical_id, destination)
         with self._lock:
             seen = self._look(key)
@@ -263,9 +264,9 @@ class GenerationalGuard:
         return snapshot
 
     def _key(self, logical_id: str | bytes, destination: str | None) -> _Key:
-        return logical_id if destination is None or self._by_id else (logical_id, destination)
+        return logical_id if destination is None or self._identity == "id" else (logical_id, destination)
 
-    def _begin(self, key: _Key, mark: object | None) -> Seen:
+    def _begin(self, key: _Key, mark: _Mark | None) -> Seen:
         with self._lock:
             seen = self._look(key)
             if seen is not _NEW:
@@ -280,11 +281,13 @@ class GenerationalGuard:
         self._tell()
         return seen
 
-    def _complete(self, key: _Key, mark: object | None, not_beyond: float | None) -> None:
+    def _complete(self, key: _Key, mark: _Mark | None, not_beyond: float | None) -> None:
         """Land a key. With a mark, only if it is in flight under that mark."""
         with self._lock:
             self._tidy()
-            if mark is None or self._owners.get(key) is mark:
+            if mark is not None and mark.forgotten:
+                self._give_back(key, mark)
+            elif mark is None or self._owners.get(key) is mark:
                 self._land(key, not_beyond)
         self._tell()
 
@@ -309,7 +312,7 @@ class GenerationalGuard:
         if not_beyond is None or not_beyond >= self._due + self._half_window:
             self._current.add(key)
 
-    def _give_back(self, key: _Key, mark: object) -> None:
+    def _give_back(self, key: _Key, mark: _Mark) -> None:
         """Take a key out of flight, if it still is in flight under this mark."""
         if self._owners.get(key) is mark:
             del self._owners[key]
@@ -379,7 +382,7 @@ class Attempt:
     def __init__(self, guard: GenerationalGuard, key: _Key) -> None:
         self._guard = guard
         self._key = key
-        self._mark: object | None = object()
+        self._mark: _Mark | None = _Mark()
         self._kept = False
         self._begun_at = guard._clock()
         self.seen = guard._begin(key, self._mark)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from datetime import timedelta
 
-__all__ = ["Event", "EventKind", "Hook", "tell"]
+__all__ = ["Event", "EventKind", "GuardEvent", "Hook", "tell"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -53,6 +53,22 @@ class Event:
     scope: str = ""
     age: timedelta | None = None
     count: int = 0
+
+
+class GuardEvent(enum.Enum):
+    """What a guard (`fastapi_dedup.guard`) counts, and tells its own `on_event`.
+
+    Attributes:
+        SUPPRESSED: An id was refused, in flight or processed.
+        ROTATED: A generation was dropped, for whatever reason.
+        ROTATED_EARLY: It was dropped because of the ceiling, before its time; told beside `ROTATED`.
+        UNTRACKED: In-flight ids fill the ceiling, so an id ran, or was completed, unknown to the guard.
+    """
+
+    SUPPRESSED = "suppressed"
+    ROTATED = "rotated"
+    ROTATED_EARLY = "rotated_early"
+    UNTRACKED = "untracked"
 
 
 class Hook(Protocol):

@@ -18,9 +18,18 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 
-from fastapi_dedup.errors import InvalidLogicalIdError, MissingLogicalIdError
+from fastapi_dedup.errors import ConfigurationError, InvalidLogicalIdError, MissingLogicalIdError
 
-__all__ = ["MAX_LENGTH", "compose", "from_field_values", "from_header", "legal", "lookup", "resolve"]
+__all__ = [
+    "MAX_LENGTH",
+    "compose",
+    "from_field_values",
+    "from_header",
+    "legal",
+    "lookup",
+    "principal",
+    "resolve",
+]
 
 MAX_LENGTH = 255
 """How many characters an id may have: what Stripe allows, and fits one AMQP short string of ASCII."""
@@ -66,6 +75,25 @@ def _text(value: object, field: str) -> str:
     ):
         raise InvalidLogicalIdError(field, f"a value of type {type(value).__name__} cannot be an id")
     return value.isoformat() if isinstance(value, dt.date) else str(value)
+
+
+def principal(value: object) -> str:
+    """Return what a scope's callable returned, as a part of the scope.
+
+    Raises:
+        MissingLogicalIdError: It returned nothing: an anonymous caller must not share a scope.
+        ConfigurationError: It returned what can be no part of a scope, which no caller can mend.
+    """
+    try:
+        part = legal(value, field="scope")
+    except InvalidLogicalIdError as error:
+        if isinstance(value, str):
+            raise
+        msg = f"a scope's callable returned a {type(value).__name__}: return a string or an integer"
+        raise ConfigurationError(msg) from error
+    if part is None:
+        raise MissingLogicalIdError("scope")
+    return part
 
 
 def from_header(values: Sequence[str], *, field: str) -> str | None:

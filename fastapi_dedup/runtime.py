@@ -16,7 +16,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from fastapi_dedup.claims import DEFAULT_WINDOW, Claim, Intent, positive
-from fastapi_dedup.core import Delivery, error_of, settled
+from fastapi_dedup.core import Delivery, settled
 from fastapi_dedup.errors import ConfigurationError, MissingLogicalIdError, StoreUnavailableError
 from fastapi_dedup.flights import Flights
 from fastapi_dedup.guard import GenerationalGuard
@@ -25,6 +25,7 @@ from fastapi_dedup.identity import legal
 from fastapi_dedup.messaging.handler import MessageHandler
 from fastapi_dedup.policy import Policy
 from fastapi_dedup.reaper import Reaper
+from fastapi_dedup.refusals import error_of
 from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE, bound
 from fastapi_dedup.stores.memory import MemoryStore
 from fastapi_dedup.stores.sql import DEFAULT_TABLE, SqlStore, claims_table
@@ -201,15 +202,23 @@ class Dedup:
             logical_id: The id.
             scope: Its scope: a name, or the parts of the scope as a tuple such as `("POST", "/orders")`.
 
-        A guard of this process forgets it at once; those of other processes may refuse the id without
-        asking the database for as long as their window, 5 minutes by default.
+        A guard of this process forgets it at once, even where the database does not answer. Those of other
+        processes may refuse the id without asking the database until their window is over, which is 5
+        minutes by default.
 
         Returns:
-            Whether there was a claim.
+            Whether there was a claim, in the database or in the guard of a policy with `store="memory"`.
+
+        Raises:
+            StoreUnavailableError: The database did not answer.
         """
-        if self._guard is not None:
-            self._guard.clear()
-        return await self._store.release(self.intent(logical_id, scope=scope), None)
+        intent = self.intent(logical_id, scope=scope)
+        remembered = [memory.forget(intent) for memory in self._memories.values()]
+        try:
+            return await self._store.release(intent, None) or any(remembered)
+        finally:  # and not before, when the claim would bring itself back to mind
+            if self._guard is not None:
+                self._guard.forget(intent.key)
 
     # Policies
 
@@ -285,21 +294,25 @@ class Dedup:
             ConfigurationError: The policy's window is longer than the guard keeps anything.
         """
         store = self._memories.get(policy)
-        if store is None:
-            guard = self._make_memory()
-            if policy.window is not None and policy.window > guard.window:
-                msg = (
-                    f"store='memory' keeps an id for {guard.window} at the most, and the policy asks for "
-                    f"{policy.window}: leave window out, use the durable store, or give "
-                    "Dedup(memory=lambda: GenerationalGuard(window=...))"
-                )
-                raise ConfigurationError(msg)
-            if _has_siblings():
-                logger.warning(
-                    "store='memory' in one of several worker processes: its siblings do not know what it has "
-                    "seen, so each of them may run a duplicate"
-                )
-            store = self._memories[policy] = MemoryStore(guard, guard.window)
+        if store is not None:
+            return store
+        guard = self._make_memory()
+        asked = policy.keep_after_handling if policy.source == "delivery" else policy.window
+        if asked is not None and asked > guard.window:
+            option = "keep_after_handling" if policy.source == "delivery" else "window"
+            msg = (
+                f"store='memory' keeps an id for {guard.window} at the most, and the policy's {option} is "
+                f"{asked}: shorten it, use the durable store, or give "
+                "Dedup(memory=lambda: GenerationalGuard(window=...))"
+            )
+            raise ConfigurationError(msg)
+        if not self._memories and _has_siblings():
+            logger.warning(
+                "store='memory' in a process that looks like one of several workers: siblings do not know "
+                "what it has seen, so each of them may run a duplicate"
+            )
+        store = MemoryStore(guard if asked is None else guard.with_window(asked))
+        self._memories[policy] = store
         return store
 
     @asynccontextmanager
@@ -360,5 +373,6 @@ class Dedup:
 
 
 def _has_siblings() -> bool:
-    """Tell whether this process looks like one of several workers."""
-    return parent_process() is not None or os.environ.get("WEB_CONCURRENCY", "1") not in {"", "1"}
+    """Tell whether this process looks like one of several workers: nobody tells it how many there are."""
+    forked = "gunicorn" in os.environ.get("SERVER_SOFTWARE", "")
+    return forked or parent_process() is not None or os.environ.get("WEB_CONCURRENCY", "1") not in {"", "1"}

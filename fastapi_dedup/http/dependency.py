@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args, get_origin
 from fastapi import Depends
 from fastapi.params import Depends as DependsMarker
 from sqlalchemy.ext.asyncio import AsyncSession
+from starlette.datastructures import FormData
 from starlette.requests import HTTPConnection, Request
 
 from fastapi_dedup.claims import Claim
@@ -119,7 +120,10 @@ async def claim_request(
 async def _claim(
     policy: Policy, request: Request, exchange: Exchange, session: Any, principal: Any
 ) -> Claim | None:
+    unparsed = getattr(request, "_form", None) is None
     logical_id = await logical_id_of(policy, request, limit=exchange.max_body)
+    if unparsed and isinstance(form := getattr(request, "_form", None), FormData):
+        exchange.forms.append(form)
     if logical_id is None:
         return None
     scope = await scope_of(policy, request, principal)

@@ -11,9 +11,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from fastapi_dedup.claims import Claim
-from fastapi_dedup.core import error_of
-from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.errors import ClaimLostError, ConfigurationError
 from fastapi_dedup.policy import failure_status
+from fastapi_dedup.refusals import error_of
 from fastapi_dedup.stores.memory import MemoryTransaction
 from fastapi_dedup.stores.transactions import BorrowedTransaction
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sqlalchemy.ext.asyncio import AsyncSession
+    from starlette.datastructures import FormData
     from starlette.types import Message, Scope, Send
 
     from fastapi_dedup.claims import Intent
@@ -71,7 +72,7 @@ class Exchange:
     Attributes:
         started: Whether the response has started.
         refusal: The refusal that the request is to be answered with.
-        overruled: Whether an answer of the app's was dropped, for the refusal is to be answered instead.
+        forms: The forms that policies have parsed, to be closed in the end.
         duplicate_status: How the policy that refused answers duplicates.
     """
 
@@ -90,7 +91,7 @@ class Exchange:
         self.duplicate_status = 409
         self.started = False
         self.refusal: DedupError | None = None
-        self.overruled = False
+        self.forms: list[FormData] = []
         self._scope = scope
         self._send = send
         self._warn_once = warn_once
@@ -126,11 +127,10 @@ class Exchange:
             DedupError: The delivery is refused.
         """
         store: MemoryStore | None = None
-        transaction: Transaction = self.delivery.own
+        transaction: Transaction = self.delivery.own if session is OWN else BorrowedTransaction(session)
         if policy.store == "memory":
-            store, transaction = self.dedup.memory_of(policy), MemoryTransaction()
-        elif session is not OWN:
-            transaction = BorrowedTransaction(session)
+            store, transaction = self.dedup.memory_of(policy), MemoryTransaction(transaction)
+            intent = store.here(intent)
         self._policies.append(policy)
         wait = policy.wait_timeout if policy.in_flight == "wait" else None
         outcome = await self.delivery.claim(intent, transaction, wait=wait, store=store)
@@ -148,8 +148,6 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """Pass a message of the response on, once what it says is true."""
-        if self.overruled:
-            return
         if self._held_back is not None:
             await self._hold_back(message)
         elif message["type"] == "http.response.start":
@@ -158,12 +156,10 @@ class Exchange:
             await self._send(message)
 
     async def _start(self, message: Message) -> None:
-        if self.refusal is not None and message["status"] == _SERVER_ERROR:
-            # A framework further in takes the refusal for an accident: the middleware answers it.
-            self.overruled = True
-            return
         if self._is_failure(message["status"]):
             await self.delivery.fail()
+            if message["status"] >= _SERVER_ERROR and self.refusal is None:
+                self._warn_of_an_unused_session()
         else:
             try:
                 await self.delivery.succeed()
@@ -171,6 +167,11 @@ class Exchange:
                 self._commit_error = error
                 raise
             self._warn_of_an_unused_session()
+        if self.refusal is not None and message["status"] == _SERVER_ERROR:
+            # Either an answer of the app's own, which then returns; or a framework further in takes the
+            # refusal for an accident, and raises it again: then the middleware answers.
+            self._held_back = [message]
+            return
         if self.delivery.unsettled:
             if _declares_its_length(message):
                 self._held_back = [message]
@@ -182,6 +183,8 @@ class Exchange:
     async def _hold_back(self, message: Message) -> None:
         assert self._held_back is not None  # noqa: S101 - for mypy: send() has looked
         self._held_back.append(message)
+        if self.refusal is not None:
+            return
         if not self.delivery.unsettled:
             await self._let_go()
         elif message.get("more_body") and self._held_bytes() > _HELD_BYTES:  # a large file, chunk by chunk
@@ -198,9 +201,20 @@ class Exchange:
             await self._send(message)
 
     async def finish(self) -> None:
-        """End a request whose app returned: settle the rest, and send what was held back."""
+        """End a request whose app returned: settle the rest, and send what was held back.
+
+        Raises:
+            ClaimLostError: A success was held back, and its transaction has ended without COMMIT.
+        """
         await self.delivery.finish()
+        await self._close_forms()
         if self._held_back is not None:
+            if self.delivery.lost:
+                msg = (
+                    f"{self._name()} returned a success, but the session of its claim ended without COMMIT: "
+                    "commit it in the handler, or in the dependency that opened it"
+                )
+                raise ClaimLostError(msg)
             if self.delivery.unsettled:
                 self._warn(
                     "uncommitted",
@@ -217,11 +231,18 @@ class Exchange:
         self._held_back = None
         if not self.started:
             await self.delivery.fail()
+            if self.refusal is None:
+                self._warn_of_an_unused_session()
         await self.delivery.finish()
+        await self._close_forms()
         return self._commit_error
 
+    async def _close_forms(self) -> None:
+        for form in self.forms:
+            await form.close()
+
     def _is_failure(self, status: int) -> bool:
-        if self._raised or self.delivery.refused:  # whatever the app made of it
+        if self._raised or self.delivery.refusal is not None:  # whatever the app made of it
             return True
         if not self._policies:
             return failure_status(status)
@@ -244,15 +265,21 @@ class Exchange:
             )
 
     def _warn(self, kind: str, text: str) -> None:
-        name = f"{self._scope['method']} {_template(self._scope)}"
+        name = self._name()
         if self._warn_once(kind, name):
             logger.warning("%s %s", name, text)
 
+    def _name(self) -> str:
+        return f"{self._scope['method']} {_route_of(self._scope)}"
 
-def _template(scope: Scope) -> str:
-    """Return the path of the request's route, with its prefixes, which the route itself may not know."""
-    names = {str(value): f"{{{name}}}" for name, value in scope.get("path_params", {}).items()}
-    return "/".join(names.get(part, part) for part in scope["path"].split("/"))
+
+def _route_of(scope: Scope) -> str:
+    """Return the path of the route that serves a request, never the request's own: clients think of those."""
+    included = scope.get("fastapi", {}).get("effective_route_context")  # FastAPI since it includes lazily
+    for route in (included, scope.get("route")):
+        if (path := getattr(route, "path_format", None) or getattr(route, "path", None)) is not None:
+            return f"{scope.get('root_path', '')}{path}" if path else "/"
+    return f"{scope.get('root_path', '')}/*"
 
 
 def _declares_its_length(start: Message) -> bool:

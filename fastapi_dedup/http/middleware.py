@@ -22,7 +22,7 @@ from fastapi_dedup.http.dependency import DEFAULT_MAX_BODY, Deduplicated, claim_
 from fastapi_dedup.http.exchange import Exchange
 from fastapi_dedup.http.problems import answer_to
 from fastapi_dedup.http.reading import DEFAULT_HEADER
-from fastapi_dedup.http.routes import inspect_app, version_of
+from fastapi_dedup.http.routes import inspect_app, routed, version_of
 from fastapi_dedup.runtime import Dedup
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class DedupMiddleware:
         self._policy = policy
         if policy is None and header is not None:
             self._policy = Deduplicated("header", header, required=False, methods=methods)
+        if policy is not None and policy.store == "memory":
+            self.dedup.memory_of(policy)
         self._inspected: Inspected | None = None
         self._warned: set[tuple[str, str]] = set()
 
@@ -111,8 +113,6 @@ class DedupMiddleware:
                 raise
         else:
             await exchange.finish()
-            if exchange.overruled:
-                await self._answer(exchange.refusal, exchange, send)
 
     async def _answer(self, error: BaseException | None, exchange: Exchange, send: Send) -> bool:
         """Answer a refusal with problem details; False where it is none, or the response has started."""
@@ -141,10 +141,15 @@ class DedupMiddleware:
         return new
 
     def _inspect(self, scope: Scope) -> None:
-        app: Any = scope.get("app", self.app)
+        app: Any = scope.get("app") or routed(self.app)
         if self._inspected is None or (self._inspected.routed and self._inspected.version != version_of(app)):
             self._inspected = inspect_app(
-                app, self._policy, self._claiming, self.dedup.required_of, self._warn_once
+                app,
+                self._policy,
+                self._claiming,
+                required_of=self.dedup.required_of,
+                memory_of=self.dedup.memory_of,
+                warn_once=self._warn_once,
             )
 
     def _claiming(self, app: ASGIApp) -> ASGIApp:

@@ -10,8 +10,9 @@ from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.requests import Request
 
 from fastapi_dedup import fingerprint
-from fastapi_dedup.errors import InvalidLogicalIdError, MissingLogicalIdError, PayloadTooLargeError
+from fastapi_dedup.errors import InvalidLogicalIdError, PayloadTooLargeError
 from fastapi_dedup.identity import from_field_values, from_header, legal, lookup, resolve
+from fastapi_dedup.identity import principal as part_of
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -111,18 +112,11 @@ async def scope_of(policy: Policy, request: Request, principal: Any) -> tuple[st
         case call if callable(call):
             return (*endpoint(request.scope), await _part(call, request))
         case _:
-            return (*endpoint(request.scope), _principal(principal))
+            return (*endpoint(request.scope), part_of(principal))
 
 
 async def _part(part: Any, request: Request) -> str:
-    return part if isinstance(part, str) else _principal(await _called(part, request))
-
-
-def _principal(value: Any) -> str:
-    principal = legal(value, field="scope")
-    if principal is None:
-        raise MissingLogicalIdError("scope")
-    return principal
+    return part if isinstance(part, str) else part_of(await _called(part, request))
 
 
 def compares_payload(policy: Policy) -> bool:

@@ -70,7 +70,9 @@ def inspect_app(
     app: Any,
     own_policy: Deduplicated | None,
     claiming: Callable[[ASGIApp], ASGIApp],
+    *,
     required_of: Callable[[Endpoint], Policy | None],
+    memory_of: Callable[[Policy], object],
     warn_once: Callable[[str, str], bool],
 ) -> Inspected:
     """Inspect an app's routes, and prepare them. Doing it again does no harm.
@@ -80,6 +82,7 @@ def inspect_app(
         own_policy: The middleware's own policy, if it deduplicates by header.
         claiming: Wraps a plain ASGI endpoint so that the middleware's policy claims before it runs.
         required_of: Returns the policy that is required of an endpoint which has none of its own.
+        memory_of: Makes the guard that is the store of a policy, where that is "memory".
         warn_once: Tells whether a warning of a kind about a route is to be logged: the first time only.
 
     Raises:
@@ -90,6 +93,7 @@ def inspect_app(
         return Inspected(None, routed=False)
     for found in _fastapi_routes(routes):
         _prepare(found, own_policy, required_of, warn_once)
+        _make_memories(found, memory_of)
     if own_policy is not None:
         _wrap_plain_routes(routes, claiming)
     for each in _fastapi_apps(app):
@@ -117,7 +121,11 @@ def _fastapi_routes(routes: Sequence[Any]) -> Iterator[Found]:
 def _mounted(context: Any) -> Any:
     """Return the mounted app whose routes can be seen, through its middlewares; None where there is none."""
     route = _served_by(context)
-    app = getattr(route, "app", None) if isinstance(route, Mount | Host) else None
+    return routed(route.app) if isinstance(route, Mount | Host) else None
+
+
+def routed(app: Any) -> Any:
+    """Return the app with routes that an ASGI app is, or wraps; None where there is none."""
     while app is not None and not hasattr(app, "routes"):
         app = getattr(app, "app", None)
     return app
@@ -173,6 +181,16 @@ def _prepare(
     for claim, _ in found.claims():
         if checked and not any(isinstance(sub.call, _Valid) for sub in claim.dependencies):
             claim.dependencies.append(get_dependant(path=found.path, call=_Valid(checked), name="valid"))
+
+
+def _make_memories(found: Found, memory_of: Callable[[Policy], object]) -> None:
+    for _, policy in found.claims():
+        if policy.store == "memory":
+            try:
+                memory_of(policy)
+            except ConfigurationError as error:
+                msg = f"{found.name}: {error}"
+                raise ConfigurationError(msg) from error
 
 
 def _sub_dependant(policy: Deduplicated, found: Found) -> Dependant:

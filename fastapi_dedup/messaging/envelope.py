@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastapi_dedup.errors import ConfigurationError, InvalidLogicalIdError, MissingLogicalIdError
+from fastapi_dedup.errors import ConfigurationError, InvalidLogicalIdError
 from fastapi_dedup.identities import DEDUPLICATION_HEADER
 from fastapi_dedup.identity import from_field_values, legal, lookup, resolve
+from fastapi_dedup.identity import principal as part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +115,7 @@ def scope_of(
     place = envelope.destination or endpoint
     if policy.source == "delivery":
         return ("delivery", place) if policy.identity == "id_and_destination" else ("delivery",)
-    principals = iter([_principal(value) for value in called])
+    principals = iter([part_of(value) for value in called])
     match policy.scope:
         case None:
             return "message", place
@@ -170,13 +171,6 @@ def _derived(body: Any, derive: Callable[[Any], str | None]) -> str | None:
         if isinstance(body, bytes | bytearray | memoryview | str):
             return None  # no JSON, so no members
         raise
-
-
-def _principal(value: object) -> str:
-    principal = legal(value, field="scope")
-    if principal is None:
-        raise MissingLogicalIdError("scope")
-    return principal
 
 
 def _decoded(body: Any) -> Any:

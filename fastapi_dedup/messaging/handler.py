@@ -23,9 +23,11 @@ from anyio import to_thread
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from fastapi_dedup.claims import Claim, Duplicate, Mismatch
-from fastapi_dedup.core import error_of, settled
+from fastapi_dedup.core import settled
 from fastapi_dedup.errors import (
+    ClaimInFlightError,
     ConfigurationError,
+    DuplicateError,
     InvalidLogicalIdError,
     MissingLogicalIdError,
 )
@@ -38,6 +40,7 @@ from fastapi_dedup.messaging.envelope import (
     scope_of,
 )
 from fastapi_dedup.policy import Endpoint
+from fastapi_dedup.refusals import error_of
 from fastapi_dedup.stores.memory import MemoryTransaction
 from fastapi_dedup.stores.transactions import BorrowedTransaction
 
@@ -45,9 +48,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from fastapi_dedup.claims import Intent
+    from fastapi_dedup.core import Delivery
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.runtime import Dedup
     from fastapi_dedup.store import Transaction
+    from fastapi_dedup.stores.memory import MemoryStore
 
 __all__ = ["MessageHandler", "Result", "handle"]
 
@@ -98,27 +103,51 @@ async def handle(
     except (MissingLogicalIdError, InvalidLogicalIdError) as error:
         delivery.unidentified(error)
         raise
-    async with settled(delivery), _session(policies, session) as theirs:
-        transaction: Transaction = delivery.own if theirs is None else BorrowedTransaction(theirs)
-        claim = None
-        for policy, intent in zip(policies, intents, strict=True):
-            if intent is None:
-                continue
-            wait = policy.wait_timeout if policy.in_flight == "wait" else None
-            if policy.store == "memory":
-                memory = dedup.memory_of(policy)
-                outcome = await delivery.claim(intent, MemoryTransaction(), wait=wait, store=memory)
-            else:
-                outcome = await delivery.claim(intent, transaction, wait=wait)
-            if not isinstance(outcome, Claim):
-                await delivery.fail()
-                if isinstance(outcome, Mismatch):
-                    raise error_of(intent, outcome)
-                return Result.DUPLICATE if isinstance(outcome, Duplicate) else Result.IN_FLIGHT
-            claim = outcome
-        await work(transaction.session, claim)
-        await delivery.worked()
-    return Result.HANDLED
+    try:
+        async with settled(delivery), _session(policies, session) as theirs:
+            claim = await _claim(dedup, delivery, policies, intents, theirs)
+            if delivery.refusal is None:
+                await work(delivery.own.session if theirs is None else theirs, claim)
+                await delivery.worked()
+    except (DuplicateError, ClaimInFlightError):
+        if delivery.refusal is None:  # it is the handler's own
+            raise
+    match delivery.refusal:
+        case None:
+            return Result.HANDLED
+        case Duplicate():
+            return Result.DUPLICATE
+        case _:
+            return Result.IN_FLIGHT
+
+
+async def _claim(
+    dedup: Dedup,
+    delivery: Delivery,
+    policies: Sequence[Policy],
+    intents: Sequence[Intent | None],
+    session: AsyncSession | None,
+) -> Claim | None:
+    """Claim every id, and return the last claim; the delivery has failed where one was refused."""
+    claim = None
+    for policy, intent in zip(policies, intents, strict=True):
+        if intent is None:
+            continue
+        wanted = intent
+        store: MemoryStore | None = None
+        transaction: Transaction = delivery.own if session is None else BorrowedTransaction(session)
+        if policy.store == "memory":
+            store, transaction = dedup.memory_of(policy), MemoryTransaction(transaction)
+            wanted = store.here(intent)
+        wait = policy.wait_timeout if policy.in_flight == "wait" else None
+        outcome = await delivery.claim(wanted, transaction, wait=wait, store=store)
+        if not isinstance(outcome, Claim):
+            await delivery.fail()
+            if isinstance(outcome, Mismatch):
+                raise error_of(intent, outcome)
+            return None
+        claim = outcome
+    return claim
 
 
 async def _intent(dedup: Dedup, policy: Policy, envelope: Envelope, endpoint: str) -> Intent | None:
@@ -196,7 +225,7 @@ class MessageHandler:
         self, dedup: Dedup, policies: Sequence[Policy], function: Callable[..., Any], *, endpoint: str | None
     ) -> None:
         for policy in policies:
-            check_policy(policy)
+            _check(policy, dedup)
         if len({_factory(policy.session) for policy in policies if policy.session is not None}) > 1:
             msg = "the policies of one handler name different sessions: a handler has one transaction"
             raise ConfigurationError(msg)
@@ -221,7 +250,7 @@ class MessageHandler:
                 "write dedup.handler(Deduplicated(...)), or dedup.require(predicate, policy)"
             )
             raise ConfigurationError(msg)
-        check_policy(required)
+        _check(required, self._dedup)
         return (required,)
 
     async def __call__(self, message: Any, *args: Any, **kwargs: Any) -> Result:
@@ -243,7 +272,13 @@ class MessageHandler:
 
     def _warn_if_unused(self) -> None:
         unused = not (self._session_name or self._claim_name)
-        if unused and not self._warned and all(policy.session is None for policy in self._policies):
+        durable = any(policy.store == "durable" for policy in self._policies)
+        if (
+            unused
+            and durable
+            and not self._warned
+            and all(policy.session is None for policy in self._policies)
+        ):
             self._warned = True
             logger.warning(
                 "the handler %s has a claim in a transaction that it never uses, so a crash between the two "
@@ -251,6 +286,13 @@ class MessageHandler:
                 "session with Deduplicated(session=...)",
                 self._endpoint,
             )
+
+
+def _check(policy: Policy, dedup: Dedup) -> None:
+    """Refuse what messages, or the guard that is the policy's store, cannot keep."""
+    check_policy(policy)
+    if policy.store == "memory":
+        dedup.memory_of(policy)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str | None, str | None]:

@@ -6,8 +6,10 @@ What it remembers is lost with the process, and siblings do not know of it. See 
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+import os
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 from fastapi_dedup.claims import Claimed, Duplicate, Fate, InFlight, Receipt
 from fastapi_dedup.guard import Seen
@@ -17,34 +19,48 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.claims import Intent, Outcome
     from fastapi_dedup.guard import GenerationalGuard
+    from fastapi_dedup.store import Transaction
 
 __all__ = ["MemoryStore", "MemoryTransaction"]
 
 
 class MemoryTransaction:
-    """What a claim in memory waits for: the end of its delivery."""
+    """What a claim in memory waits for: the success of its delivery, and then the handler's COMMIT.
 
-    session = None
+    Args:
+        around: The transaction that the handler works in. The claim asks nothing of it; but where it is
+            still open when the delivery has succeeded, its end decides.
+    """
+
     used = True
     idle = True
 
-    def __init__(self) -> None:
+    def __init__(self, around: Transaction) -> None:
+        self._around = around
         self._decided: list[Callable[[Fate], None]] = []
+
+    @property
+    def session(self) -> Any:
+        """The session that the handler works with."""
+        return self._around.session
 
     def watch(self, decided: Callable[[Fate], None]) -> None:
         """Call back when the delivery ends."""
         self._decided.append(decided)
 
     def forget(self) -> None:
-        """There is nothing to forget."""
+        """There is nothing to take anew."""
 
     async def step_aside(self) -> bool:
-        """There is no connection to give back."""
-        return True
+        """Say whether a duplicate may wait: not with a connection in its hands."""
+        return self._around.idle
 
     async def commit(self) -> None:
-        """Remember what was claimed."""
-        self._end(Fate.COMMITTED)
+        """Remember what was claimed, as soon as the work is durable."""
+        if self._around.idle:
+            self._end(Fate.COMMITTED)
+        else:
+            self._around.watch(self._end)
 
     async def rollback(self) -> None:
         """Let what was claimed run again."""
@@ -61,17 +77,20 @@ class MemoryStore:
 
     Args:
         guard: The guard.
-        window: How long it keeps an id at the most.
     """
 
     sees_in_flight = True
     refusals_logged_at = logging.DEBUG
 
-    def __init__(self, guard: GenerationalGuard, window: timedelta) -> None:
+    def __init__(self, guard: GenerationalGuard) -> None:
         self._guard = guard
-        self._window = window
+        self._realm = os.urandom(8)
 
-    async def claim(self, intent: Intent, transaction: MemoryTransaction) -> Outcome:
+    def here(self, intent: Intent) -> Intent:
+        """Return an intent as one in this store: a claim of the same id in another store is another claim."""
+        return replace(intent, realm=self._realm)
+
+    async def claim(self, intent: Intent, transaction: Transaction) -> Outcome:
         """Take the id, or say why not."""
         attempt = self._guard.attempt(intent.guard_key)
         if attempt.seen is not Seen.NEW:
@@ -85,21 +104,23 @@ class MemoryStore:
 
         transaction.watch(decided)
         now = datetime.now(UTC)
-        return Claimed(Receipt(b"", now, now + self._window))
+        return Claimed(Receipt(b"", now, now + self._guard.window))
 
-    async def look(self, intent: Intent, _: MemoryTransaction) -> Outcome | None:
+    async def look(self, intent: Intent, _: Transaction) -> Outcome | None:
         """Return what a remembered id answers; None where it is unknown."""
         return Duplicate() if self._guard.look(intent.guard_key) is Seen.PROCESSED else None
 
-    async def renew(self, intent: Intent, receipt: Receipt, transaction: MemoryTransaction) -> None:
+    async def renew(self, intent: Intent, receipt: Receipt, transaction: Transaction) -> None:
         """A guard counts from the end of the work as it is."""
 
-    async def withdraw(self, _: Intent, __: Receipt, transaction: MemoryTransaction) -> None:
+    async def withdraw(self, _: Intent, __: Receipt, transaction: Transaction) -> None:
         """Let the id run again."""
         await transaction.rollback()
 
-    async def release(self, intent: Intent, _: Receipt | None) -> bool:
+    async def release(self, intent: Intent, _: Receipt) -> bool:
         """Let the id run again."""
-        seen = self._guard.look(intent.guard_key)
-        self._guard.release(intent.guard_key)
-        return seen is not Seen.NEW
+        return self.forget(intent)
+
+    def forget(self, intent: Intent) -> bool:
+        """Let an id run again whatever its payload was, and tell whether it was remembered."""
+        return self._guard.forget(self.here(intent).key)

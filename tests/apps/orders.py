@@ -19,6 +19,7 @@ from fastapi import Depends, FastAPI, Header
 from pydantic import BaseModel
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.pool import NullPool, QueuePool
 from starlette.responses import JSONResponse, Response
 
 from fastapi_dedup import Dedup, Deduplicated, DedupMiddleware, RequestSession
@@ -34,7 +35,8 @@ class Settings:
 
     Attributes:
         url: The database.
-        pool_size: The most connections that the app's pool opens. 0 leaves the engine to `Dedup(url)`.
+        pool_size: The most connections that the app's pool opens. 0 leaves the engine to `Dedup(url)`, and
+            -1 does without a pool, as one does behind pgbouncer.
         gate: The port of the gate that handlers go to after their write; 0 for none.
         wait_timeout: How long POST /waiting waits for a twin, in seconds.
     """
@@ -78,7 +80,9 @@ class Shop:
         self.settings = settings
         self.doomed: set[str] = set()  # the skus at whose COMMIT the process kills itself
         bind: str | AsyncEngine = settings.url
-        if settings.pool_size:
+        if settings.pool_size < 0:
+            bind = create_async_engine(settings.url, poolclass=NullPool)
+        elif settings.pool_size:
             bind = create_async_engine(settings.url, pool_size=settings.pool_size, max_overflow=0)
         self.dedup = Dedup(bind, create_table=True, hooks=[self._hear])
         self.engine = self.dedup.engine
@@ -233,8 +237,9 @@ def _add_reading(app: FastAPI, shop: Shop) -> None:
 
 
 def checked_out(engine: AsyncEngine) -> int:
-    """Return how many of a pool's connections are in somebody's hands."""
-    return int(engine.sync_engine.pool.checkedout())  # type: ignore[attr-defined]  # the pools used here have it
+    """Return how many of a pool's connections are in somebody's hands; 0 where there is no pool."""
+    pool = engine.sync_engine.pool
+    return pool.checkedout() if isinstance(pool, QueuePool) else 0
 
 
 def serve(settings: Settings, listener: socket.socket, options: Mapping[str, Any]) -> None:

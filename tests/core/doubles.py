@@ -29,6 +29,7 @@ class Memory:
         self.journal = journal
         self.ours = ours
         self.waits = waits
+        self.used = True
         self.idle = True
         self.may_step_aside = True
         self.commit_error: BaseException | None = None
@@ -124,6 +125,12 @@ DONE = Duplicate(NOON, NOON + HOUR, timedelta(minutes=3))
 UNDER_WAY = InFlight()
 
 
+class Rehearsal(Delivery):
+    """A delivery whose own transaction is in memory."""
+
+    own: Memory
+
+
 @dataclass
 class Scene:
     """A store, the flights of a process, and what hooks and journal have noted."""
@@ -141,8 +148,8 @@ class Scene:
     def transaction(self, *, ours: bool = True) -> Memory:
         return Memory(self.journal, ours=ours, waits=self.waits)
 
-    def delivery(self, own: Memory | None = None) -> Delivery[Memory]:
-        return Delivery(
+    def delivery(self, own: Memory | None = None) -> Rehearsal:
+        return Rehearsal(
             self.store, own or self.transaction(), flights=self.flights, hooks=[self.events.append]
         )
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from fastapi_dedup.claims import Claim, Duplicate, Fate, InFlight, Intent, Mismatch
-from fastapi_dedup.core import error_of, settled
+from fastapi_dedup.core import settled
 from fastapi_dedup.errors import (
     ClaimInFlightError,
     DuplicateError,
@@ -19,6 +19,7 @@ from fastapi_dedup.errors import (
     StoreUnavailableError,
 )
 from fastapi_dedup.hooks import Event, EventKind
+from fastapi_dedup.refusals import error_of
 from tests.core.doubles import DONE, HOUR, NOON, UNDER_WAY, Scene, intent
 
 

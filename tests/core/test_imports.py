@@ -27,6 +27,7 @@ CORE = (
     "identity",
     "policy",
     "reaper",
+    "refusals",
     "stamping",
     "store",
 )

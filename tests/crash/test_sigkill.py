@@ -59,14 +59,14 @@ async def kill_again_and_again(server: Forked, ledger: Ledger, path: str, point:
             await call(server.url, "POST", path, {"sku": sku}, {"Kill-At": point})
         assert await server.ended() == KILLED
 
-        seen = await ledger.rows(sku), await ledger.claims(sku)
+        seen = await ledger.holds(sku)
         if seen != expected:
             disagreements.append(f"{sku}: (rows, claims) = {seen} after the kill")
         server.start()
         reply = await retry(server.url, path, sku)
         if (reply.problem or str(reply.status)) != answer:
             disagreements.append(f"{sku}: the retry was answered {reply}")
-        seen = await ledger.rows(sku), await ledger.claims(sku)
+        seen = await ledger.holds(sku)
         if seen != (1, 1):
             disagreements.append(f"{sku}: (rows, claims) = {seen} after the retry")
     assert disagreements == []
@@ -124,12 +124,12 @@ async def kill_at_random(server: Forked, ledger: Ledger, chance: random.Random, 
         skus = [f"{number}-{customer}" for customer in range(10)]
         told = await kill_under_a_crowd(server, skus, chance.randint(1, len(skus)))
         for sku in skus:
-            seen = await ledger.rows(sku), await ledger.claims(sku)
+            seen = await ledger.holds(sku)
             if seen not in {(0, 0), (1, 1)} or (sku in told and (told[sku], seen) != (201, (1, 1))):
                 disagreements.append(f"{sku}: (rows, claims) = {seen}, told {told.get(sku)}")
         for sku in skus:
             reply = await retry(server.url, "/orders", sku)
-            seen = await ledger.rows(sku), await ledger.claims(sku)
+            seen = await ledger.holds(sku)
             if seen != (1, 1) or (reply.problem or reply.status) not in {201, "duplicate"}:
                 disagreements.append(f"{sku}: (rows, claims) = {seen} after the retry, {reply}")
     assert disagreements == []

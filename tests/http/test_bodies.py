@@ -169,6 +169,21 @@ async def post_files(app: Any) -> None:
             assert status != 200 or len(answer.json()["found"]) > 2_000_000
 
 
+async def test_a_refusal_before_the_body_is_read_leaves_the_connection_usable(sqlite: World) -> None:
+    app = sqlite.app(header=None)
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated(fingerprint=False))])
+    async def create() -> int:
+        return 1
+
+    big = b"x" * 3_000_000
+    async with live(app) as url, httpx.AsyncClient(base_url=url, timeout=5) as c:
+        assert (await c.post("/orders", content=big, headers={KEY: "k"})).status_code == 200
+        for _ in range(3):
+            assert (await c.post("/orders", content=big, headers={KEY: "k"})).status_code == 409
+            assert (await c.post("/orders", content=big)).status_code == 400
+
+
 async def test_a_body_that_nobody_reads_is_no_trouble(sqlite: World) -> None:
     # case B1
     app = sqlite.app()

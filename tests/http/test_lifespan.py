@@ -143,8 +143,8 @@ async def test_an_expired_claim_that_no_reaper_has_met_counts_as_absent(world: W
     async with client(app) as c:
         assert (await c.post("/orders", headers={KEY: "k"})).status_code == 200
         await expire(world)
-        answers = await asyncio.gather(*[c.post("/orders", headers={KEY: "k"}) for _ in range(10)])
-    assert sorted(each.status_code for each in answers) == [200] + [409] * 9
+        answers = await asyncio.gather(*[c.post("/orders", headers={KEY: "k"}) for _ in range(5)])
+    assert sorted(each.status_code for each in answers) == [200] + [409] * 4
     assert (await world.orders(), await world.ids()) == (["a", "a"], ["k"])
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request
+from pydantic import BaseModel
 
 from fastapi_dedup import Deduplicated, DedupMiddleware, RequestSession
 from tests.http.world import KEY, World, add, client, problem
@@ -129,6 +130,16 @@ async def test_parts_of_a_scope_never_meet_however_they_are_split(sqlite: World)
         assert (await c.post("/orders", headers={KEY: "k", "x-user": "c"})).status_code == 200
         assert (await c.post("/other", headers={KEY: "k", "x-user": "b c"})).status_code == 200
     assert await sqlite.scopes() == ["a b c", "a b c"]
+
+
+async def test_a_principal_that_is_no_id_is_the_servers_fault(sqlite: World) -> None:
+    # `scope=Depends(current_user)` where that returns the whole user: no client can mend it, so it is no 400.
+    class User(BaseModel):
+        name: str
+
+    async with client(app_of(sqlite, lambda _: User(name="ann"))) as c:
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 500
+    assert (await sqlite.orders(), await sqlite.ids()) == ([], [])
 
 
 async def test_an_id_of_the_body_is_scoped_like_any_other(sqlite: World) -> None:

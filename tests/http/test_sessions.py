@@ -131,11 +131,12 @@ async def test_many_requests_at_once_that_read_before_they_claim_get_through(
         await add(session, "a")
 
     async with client(app) as c:
-        keys = ["k" if same else f"{n}" for n in range(20)]
+        count = 20 if world.engine.dialect.name == "sqlite" else 5  # a server is shared with other runs
+        keys = ["k" if same else f"{n}" for n in range(count)]
         answers = await asyncio.gather(*[c.post("/orders", headers={KEY: key}) for key in keys])
     statuses = sorted(each.status_code for each in answers)
-    assert statuses == ([200] + [409] * 19 if same else [200] * 20)
-    assert len(await world.orders()) == len(await world.ids()) == (1 if same else 20)
+    assert statuses == ([200] + [409] * (count - 1) if same else [200] * count)
+    assert len(await world.orders()) == len(await world.ids()) == len({*keys})
 
 
 async def test_a_refused_duplicate_leaves_the_apps_transaction_usable(world: World) -> None:

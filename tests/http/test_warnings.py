@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import pytest
-from fastapi import APIRouter, Depends, HTTPException
-from sqlalchemy.ext.asyncio import AsyncSession
+from fastapi import APIRouter, BackgroundTasks, Depends, HTTPException
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from starlette.types import Receive, Scope, Send
 
 from fastapi_dedup import Claim, Deduplicated, RequestSession
@@ -35,10 +35,6 @@ async def test_a_claim_in_a_transaction_that_its_handler_never_used_is_told_once
 ) -> None:
     app = sqlite.app()
 
-    async def work() -> None:
-        async with sqlite.sessions() as session, session.begin():
-            await add(session, "elsewhere")
-
     app.post("/first/{n}", dependencies=[Depends(Deduplicated())])(lambda: None)
     app.post("/second", dependencies=[Depends(Deduplicated())])(lambda: None)
 
@@ -55,7 +51,45 @@ async def test_a_claim_in_a_transaction_that_its_handler_never_used_is_told_once
         assert "a claim in a transaction that its handler never used" in warning
         assert "RequestSession" in warning
         assert "Deduplicated(session=...)" in warning
-    assert work is not None
+
+
+async def test_a_handler_that_cannot_work_beside_its_claim_is_told_why(
+    sqlite: World, warnings: list[str]
+) -> None:
+    # SQLite has one writer: the claim's transaction, while the handler waits for it in a session of its own.
+    # What the log shows without a hint is "database is locked", for ever.
+    engine = create_async_engine(sqlite.engine.url, connect_args={"timeout": 0.1})
+    app = sqlite.app()
+
+    @app.post("/orders")
+    async def create() -> None:
+        async with AsyncSession(engine) as session, session.begin():
+            await add(session, "elsewhere")
+
+    async with client(app) as c:
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 500
+    await engine.dispose()
+    assert await sqlite.ids() == []
+    assert len(warnings) == 1
+    assert warnings[0].startswith("POST /orders has a claim in a transaction that its handler never used")
+
+
+async def test_what_is_written_after_the_commit_is_lost_but_not_silently(
+    sqlite: World, warnings: list[str]
+) -> None:
+    # The request's session commits when its response starts: a stream or a background task comes too late.
+    app = sqlite.app()
+
+    @app.post("/orders", dependencies=[Depends(Deduplicated())])
+    async def create(session: RequestSession, tasks: BackgroundTasks) -> None:
+        await add(session, "in time")
+        tasks.add_task(add, session, "too late")
+
+    async with client(app) as c:
+        for key in ("k", "l"):
+            assert (await c.post("/orders", headers={KEY: key})).status_code == 200
+    orders = await sqlite.orders()
+    assert orders == ["in time", "too late"] * 2 or (len(warnings), orders) == (1, ["in time"] * 2)
 
 
 async def test_the_claims_own_session_counts_as_used(sqlite: World, warnings: list[str]) -> None:

@@ -24,25 +24,32 @@ class Ledger:
 
     engine: AsyncEngine
 
-    async def rows(self, sku: str) -> int:
-        """Return how many business rows an id has."""
-        return await self._count("select count(*) from orders where sku = :id", sku)
+    async def holds(self, sku: str) -> tuple[int, int]:
+        """Return how many business rows and how many claims an id has, both at the same moment."""
+        return await self._counts("where sku = :id", "where logical_id = :id", {"id": sku})
 
-    async def claims(self, logical_id: str) -> int:
-        """Return how many claims an id has."""
-        return await self._count("select count(*) from dedup_claims where logical_id = :id", logical_id)
+    async def holds_in_all(self) -> tuple[int, int]:
+        """Return how many business rows and how many claims there are."""
+        return await self._counts("", "", {})
 
-    async def all_rows(self) -> int:
-        """Return how many business rows there are."""
-        return await self._count("select count(*) from orders")
-
-    async def all_claims(self) -> int:
-        """Return how many claims there are."""
-        return await self._count("select count(*) from dedup_claims")
-
-    async def _count(self, query: str, logical_id: str | None = None) -> int:
+    async def _counts(self, of_rows: str, of_claims: str, values: dict[str, str]) -> tuple[int, int]:
+        rows = f"select count(*) from orders {of_rows}"
+        claims = f"select count(*) from dedup_claims {of_claims}"
         async with self.engine.connect() as connection:
-            return int(await connection.scalar(text(query), {"id": logical_id} if logical_id else {}) or 0)
+            counts = (await connection.execute(text(f"select ({rows}), ({claims})"), values)).one()
+        return int(counts[0]), int(counts[1])
+
+    async def is_quiet(self) -> bool:
+        """Tell whether every transaction of the app's is over, those included whose client is gone."""
+        if self.engine.dialect.name == "sqlite":
+            return True  # one that is left keeps the next write out
+        query = """
+            select count(*) from pg_stat_activity
+             where datname = current_database() and pid <> pg_backend_pid()
+               and (state <> 'idle' or pid in (select pid from pg_locks where locktype = 'advisory'))
+        """
+        async with self.engine.connect() as connection:
+            return int(await connection.scalar(text(query)) or 0) == 0
 
 
 @dataclass(frozen=True, kw_only=True)

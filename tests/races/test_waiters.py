@@ -55,13 +55,13 @@ async def test_a_refused_duplicate_is_told_not_yet_and_a_retry_after_the_failure
 
         await at_work.answer(verdict)
         assert (await a).status in {500, 503}
-        assert (await shop.ledger.rows("K"), await shop.ledger.claims("K")) == (0, 0)
+        assert await shop.ledger.holds("K") == (0, 0)
 
         c = order(shop.url, "/orders")
         await (await shop.gate.visitor()).answer("go")
         assert (await c).status == 201
         assert (await order(shop.url, "/orders")).problem == "duplicate"
-        assert (await shop.ledger.rows("K"), await shop.ledger.claims("K")) == (1, 1)
+        assert await shop.ledger.holds("K") == (1, 1)
         assert shop.gate.visits == 2
 
 
@@ -81,7 +81,7 @@ async def test_when_the_first_fails_exactly_one_of_its_waiters_runs(
         await (await shop.gate.visitor()).answer("go")
 
         assert summary(await asyncio.gather(*waiters)) == {"201": 1, "duplicate": WAITERS - 1}
-        assert (await shop.ledger.rows("K"), await shop.ledger.claims("K")) == (1, 1)
+        assert await shop.ledger.holds("K") == (1, 1)
         assert shop.gate.visits == 2
 
 
@@ -101,7 +101,7 @@ async def test_as_long_as_the_runners_fail_the_next_waiter_runs(
         await at_work.answer("go")
 
         assert summary(await asyncio.gather(a, *waiters)) == {"500": 5, "201": 1}
-        assert (await shop.ledger.rows("K"), await shop.ledger.claims("K")) == (1, 1)
+        assert await shop.ledger.holds("K") == (1, 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -116,7 +116,7 @@ async def test_when_the_first_succeeds_all_its_waiters_are_duplicates(
         await at_work.answer("go")
         assert (await a).status == 201
         assert summary(await asyncio.gather(*waiters)) == {"duplicate": WAITERS}
-        assert (await shop.ledger.rows("K"), await shop.ledger.claims("K")) == (1, 1)
+        assert await shop.ledger.holds("K") == (1, 1)
         assert shop.gate.visits == 1
 
 
@@ -179,7 +179,7 @@ async def test_a_waiter_that_hangs_up_leaves_the_others_alone(
             return checked_out(shop.shop.engine) == 0
 
         await until(settled)
-        assert (await shop.ledger.rows("K"), await shop.ledger.claims("K")) == (1, 1)
+        assert await shop.ledger.holds("K") == (1, 1)
         assert shop.gate.visits == 2
 
 
@@ -217,5 +217,5 @@ async def test_waiters_in_two_processes_learn_the_outcome_and_one_runs_if_it_is_
         expected = {"duplicate": 20} if verdict == "go" else {"201": 1, "duplicate": 19}
         assert summary(await asyncio.gather(*waiters)) == expected
         ledger = Ledger(engine=engine)
-        assert (await ledger.rows("K"), await ledger.claims("K")) == (1, 1)
+        assert await ledger.holds("K") == (1, 1)
         assert opened.visits == (1 if verdict == "go" else 2)

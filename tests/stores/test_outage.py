@@ -125,25 +125,20 @@ async def test_a_refusal_of_the_store_is_told_to_hooks_with_its_id(world: World)
 async def test_a_connection_killed_in_the_middle_of_a_claim_is_unavailable_and_the_next_try_runs(
     world: World,
 ) -> None:
-    if world.engine.dialect.name != "postgresql":
+    if world.hands.backend is None:
         await breaks_in_the_middle(world)
         return
-    async with world.engine.connect() as holder:
-        await holder.execute(text("lock table dedup_claims in access exclusive mode"))
-        async with world.attempt() as attempt, asyncio.timeout(SOON):
-            pid = await attempt.session.scalar(text("select pg_backend_pid()"))
-            claiming = asyncio.create_task(attempt.claim(NEWS))
-            waiting = text("select count(*) from pg_locks where pid = :pid and not granted")
-
-            async def waits() -> bool:
-                return bool(await holder.scalar(waiting, {"pid": pid}))
-
-            await until(waits)
-            await holder.execute(text("select pg_terminate_backend(:pid)"), {"pid": pid})
-            with pytest.raises(StoreUnavailableError) as raised:
-                await claiming
-            assert isinstance(raised.value.__cause__, DBAPIError)
-            await attempt.delivery.fail()
+    async with world.session() as holder, world.attempt() as attempt, asyncio.timeout(SOON):
+        await world.hold_up(holder)
+        backend = await attempt.session.scalar(text(world.hands.backend))
+        claiming = asyncio.create_task(attempt.claim(NEWS))
+        await asyncio.wait([claiming], timeout=0.1)
+        assert not claiming.done()
+        await holder.execute(text(world.hands.kill), {"backend": backend})
+        with pytest.raises(StoreUnavailableError) as raised:
+            await claiming
+        assert isinstance(raised.value.__cause__, DBAPIError)
+        await attempt.delivery.fail()
     async with asyncio.timeout(SOON):
         await world.claimed(NEWS)
 

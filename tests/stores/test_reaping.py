@@ -8,7 +8,6 @@ import time
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import text
 
 from fastapi_dedup import Claim, Dedup
 from fastapi_dedup.claims import Duplicate, InFlight
@@ -25,31 +24,9 @@ EXPIRED = 50_000
 LIVE = 500
 
 
-async def fill(world: World, expired: int, live: int = 0) -> None:
-    """Put claims into the table that have expired, and some that have not."""
-    statement = {
-        "postgresql": """
-            insert into dedup_claims (key, scope, logical_id, token, claimed_at, expires_at)
-            select sha256(n::text::bytea), 'tests', n::text, '\\x00', now() - interval '2 days',
-                   case when n <= :expired then now() - interval '1 day' + n * interval '1 second'
-                        else now() + interval '1 day' end
-              from generate_series(1, :total) as n
-        """,
-        "sqlite": """
-            with recursive numbers (n) as (select 1 union all select n + 1 from numbers where n < :total)
-            insert into dedup_claims (key, scope, logical_id, token, claimed_at, expires_at)
-            select cast(n as blob), 'tests', n, x'00', datetime('now', '-2 days') || '.000000',
-                   iif(n <= :expired, datetime('now', '-1 day', n || ' seconds'),
-                       datetime('now', '+1 day')) || '.000000'
-              from numbers where n <= :total
-        """,
-    }[world.engine.dialect.name]
-    await world.execute(statement, expired=expired, total=expired + live)
-
-
 async def test_a_sweep_is_bounded_batches_and_claims_go_on_beside_it(world: World) -> None:
     # case F12
-    await fill(world, EXPIRED, LIVE)
+    await world.fill(EXPIRED, LIVE)
     dedup = world.runtime(reap_batch=1000)
     slowest = 0.0
     claimed = 0
@@ -61,10 +38,13 @@ async def test_a_sweep_is_bounded_batches_and_claims_go_on_beside_it(world: Worl
             await world.claimed(intent(f"new {claimed}"))
             slowest = max(slowest, time.monotonic() - began)
             claimed += 1
-        assert await sweep == EXPIRED
+        reaped = await sweep
+        if Promise.WRITES_SIDE_BY_SIDE not in world.backend:
+            reaped += await dedup.reap()  # a sweep ends early where a claim has the writer's lock
+        assert reaped == EXPIRED
     deletes = [n for sent, n in zip(heard.sent, heard.touched, strict=True) if sent.startswith("DELETE")]
     assert max(deletes) == 1000
-    assert len(deletes) == EXPIRED // 1000 + 1
+    assert EXPIRED // 1000 <= len(deletes) <= EXPIRED // 1000 + 2
     assert await world.count() == LIVE + claimed
     assert claimed > 0  # and each of them got through, though SQLite makes it wait for its turn
     if Promise.WRITES_SIDE_BY_SIDE in world.backend:
@@ -73,18 +53,16 @@ async def test_a_sweep_is_bounded_batches_and_claims_go_on_beside_it(world: Worl
 
 async def test_reaping_uses_the_index_and_reads_no_more_than_a_batch(world: World) -> None:
     # case F12
-    await fill(world, 5000, LIVE)
+    await world.fill(5000, LIVE)
     await world.execute("analyze dedup_claims")
     with statements(world.dedup.engine) as heard:
         await world.dedup.reap()
     reaping = next(sent for sent in heard.sent if sent.startswith("DELETE"))
-    explain = {"postgresql": "explain", "sqlite": "explain query plan"}[world.engine.dialect.name]
     async with world.engine.connect() as connection:
-        await connection.execute(text("delete from dedup_claims where logical_id = '-'"))
-        sql = {"asyncpg": reaping, "psycopg": reaping, "aiosqlite": reaping}[world.engine.dialect.driver]
         for placeholder in ("$1::BIGINT", "%(limit)s::BIGINT", "%(limit)s", "$1", "?"):
-            sql = sql.replace(placeholder, "1000")
-        plan = "\n".join(str(row) for row in (await connection.exec_driver_sql(f"{explain} {sql}")).all())
+            reaping = reaping.replace(placeholder, "1000")
+        rows = await connection.exec_driver_sql(f"{world.hands.explain} {reaping}")
+        plan = "\n".join(str(row) for row in rows.all())
     assert "ix_dedup_claims_expires_at" in plan, plan
     assert "Seq Scan" not in plan, plan
     assert "SCAN dedup_claims\n" not in plan, plan
@@ -93,7 +71,7 @@ async def test_reaping_uses_the_index_and_reads_no_more_than_a_batch(world: Worl
 async def test_a_sweep_counts_logs_and_tells(world: World, caplog: pytest.LogCaptureFixture) -> None:
     told: list[Event] = []
     dedup = world.runtime(reap_batch=2, hooks=[told.append])
-    await fill(world, 5, live=1)
+    await world.fill(5, live=1)
     with caplog.at_level(logging.INFO, "fastapi_dedup"):
         assert await dedup.reap() == 5
         assert await dedup.reap() == 0
@@ -108,7 +86,7 @@ async def test_a_sweep_ends_with_the_first_batch_that_is_not_full(
     world: World, expired: int, statements_sent: int
 ) -> None:
     dedup = world.runtime(reap_batch=4)
-    await fill(world, expired)
+    await world.fill(expired)
     with statements(dedup.engine) as heard:
         assert await dedup.reap() == expired
     assert sum(sent.startswith("DELETE") for sent in heard.sent) == statements_sent
@@ -153,7 +131,7 @@ async def test_an_expired_claim_that_is_just_taken_over_is_left_to_its_taker(
 
 async def test_claims_do_not_wait_for_a_batch_that_is_under_way(world: World) -> None:
     # case F12
-    await fill(world, 10)
+    await world.fill(10)
     await world.claimed(intent("done"))
     async with world.dedup.engine.connect() as reaping, asyncio.timeout(SOON):
         assert await reaping.run_sync(world.store()._dialect.reap, 100) == 10
@@ -183,7 +161,7 @@ async def test_an_expired_claim_that_is_just_being_reaped_is_taken_by_one(world:
 
 async def test_twenty_reapers_at_once_delete_each_claim_once(world: World) -> None:
     # case F13
-    await fill(world, 2000, live=5)
+    await world.fill(2000, live=5)
     dedup = world.runtime(reap_batch=50)
     sweeps = await asyncio.gather(*(dedup.reap() for _ in range(20)))
     total = sum(sweeps) + await dedup.reap()  # who skips what others hold may stop early
@@ -197,7 +175,7 @@ async def test_a_runtime_sweeps_by_itself_until_it_is_stopped(world: World) -> N
     dedup = world.runtime(reap_every=timedelta(milliseconds=5), hooks=[lambda _: swept.set()])
     await dedup.start()
     for _ in range(2):
-        await fill(world, 3)
+        await world.fill(3)
         async with asyncio.timeout(SOON):
             await swept.wait()
         swept.clear()
@@ -208,7 +186,7 @@ async def test_a_runtime_sweeps_by_itself_until_it_is_stopped(world: World) -> N
 
 async def test_a_reaper_stops_within_a_second_in_the_middle_of_a_batch(world: World) -> None:
     # case F13
-    await fill(world, 100)
+    await world.fill(100)
     begun = asyncio.Event()
     store = world.store()
 
@@ -219,10 +197,7 @@ async def test_a_reaper_stops_within_a_second_in_the_middle_of_a_batch(world: Wo
 
     reaper = Reaper(Noted(), every=timedelta(milliseconds=1), batch=10, hooks=[])
     async with world.attempt() as holder:
-        if world.engine.dialect.name == "postgresql":
-            await holder.session.execute(text("lock table dedup_claims in access exclusive mode"))
-        else:
-            await holder.claim(NEWS)  # the writer's lock
+        await world.hold_up(holder.session)
         reaper.start()
         await begun.wait()
         await asyncio.sleep(0.05)  # the batch waits for the lock

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import event, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from fastapi_dedup import Claim, ClaimInFlightError, DedupError, DuplicateError
 from fastapi_dedup.claims import Duplicate
-from tests.stores.worlds import HOUR, SOON, Order, World, intent
+from tests.stores.worlds import HOUR, SOON, Order, World, intent, until
 
 NEWS = intent("news")
 NOON = datetime(2031, 7, 1, 12, tzinfo=UTC)
@@ -63,6 +65,11 @@ async def fail_after(session: AsyncSession, *steps: str) -> None:
     raise HandlerError
 
 
+async def runs(world: World) -> bool:
+    """Tell whether the next try runs."""
+    return isinstance(await world.run(NEWS), Claim)
+
+
 @contextmanager
 def releases_fail(world: World) -> Iterator[None]:
     """Make the database refuse to delete claims."""
@@ -105,7 +112,8 @@ async def test_a_handler_that_was_cancelled_frees_the_id(world: World, owner: st
             await asyncio.Event().wait()
 
     running = asyncio.create_task(handler())
-    await started.wait()
+    async with asyncio.timeout(SOON):
+        await started.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -148,8 +156,7 @@ async def test_a_handler_that_went_on_after_its_commit_and_then_failed_gets_its_
         async with claiming(world, owner) as session:
             await fail_after(session, "first half", "COMMIT", "second half")
     assert await world.orders() == ["first half"]
-    async with asyncio.timeout(SOON):
-        assert isinstance(await world.run(NEWS), Claim)
+    await until(partial(runs, world))
 
 
 async def test_a_release_takes_no_second_connection_while_the_app_holds_the_only_one(
@@ -162,7 +169,7 @@ async def test_a_release_takes_no_second_connection_while_the_app_holds_the_only
             async with claiming(world, owner) as session:
                 await fail_after(session, "COMMIT", "lost")
         assert await world.orders() == []
-        assert isinstance(await world.run(NEWS), Claim)
+        await until(partial(runs, world))
 
 
 async def test_a_release_that_fails_does_not_hide_why_the_handler_failed(
@@ -304,3 +311,63 @@ async def test_a_session_on_another_database_is_refused_before_anything_is_writt
         assert (await session.scalars(text("select name from sqlite_master"))).all() == []
     await engine.dispose()
     assert await world.rows() == []
+
+
+async def test_a_failed_statement_that_the_handler_swallows_never_makes_a_success_without_a_claim(
+    world: World, owner: str
+) -> None:
+    # PostgreSQL answers the COMMIT of an aborted transaction with a ROLLBACK, and calls it no error.
+    async def handler(session: AsyncSession) -> None:
+        await work(session)
+        with suppress(DBAPIError):
+            await session.execute(text("select * from no_such_table"))
+
+    succeeded = True
+    try:
+        async with claiming(world, owner) as session:
+            await handler(session)
+    except Exception:  # noqa: BLE001 - whatever it is, it is no success
+        succeeded = False
+    assert await world.count() == len(await world.orders()) == succeeded
+    assert isinstance(await world.run(NEWS), Duplicate if succeeded else Claim)
+
+
+async def test_hooks_hear_what_became_of_each_claim(world: World, owner: str) -> None:
+    told: list[str] = []
+    world.dedup = world.runtime(hooks=[lambda event: told.append(event.kind.value)])
+    with pytest.raises(HandlerError):
+        async with claiming(world, owner) as session:
+            await fail_after(session)
+    assert told == ["claimed", "released"]
+    async with claiming(world, owner):
+        pass
+    assert told[2:] == ["claimed", "committed"]
+    with pytest.raises(DuplicateError):
+        async with claiming(world, owner):
+            raise AssertionError
+    assert told[4:] == ["duplicate"]
+
+
+async def test_one_session_of_the_apps_may_carry_claim_after_claim(world: World) -> None:
+    async with world.session() as session:
+        for number, ending in enumerate(("commit", "rollback", "commit")):
+            async with world.dedup.claim(str(number), scope="tests", session=session):
+                await work(session, str(number))
+            await getattr(session, ending)()
+    assert await world.orders() == ["0", "2"]
+    assert {row.logical_id for row in await world.rows()} == {"0", "2"}
+    assert isinstance(await world.run(intent("1")), Claim)
+
+
+async def test_a_claim_in_a_savepoint_fails_without_those_around_it(world: World) -> None:
+    # case F7
+    async with world.session() as session:
+        async with world.dedup.claim("outer", scope="tests", session=session):
+            await work(session, "outer")
+            with pytest.raises(HandlerError):
+                async with session.begin_nested(), world.dedup.claim("inner", scope="tests", session=session):
+                    await fail_after(session, "inner")
+        await session.commit()
+    assert await world.orders() == ["outer"]
+    assert isinstance(await world.run(intent("outer")), Duplicate)
+    assert isinstance(await world.run(intent("inner")), Claim)

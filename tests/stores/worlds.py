@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import Connection, String, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
@@ -19,10 +19,11 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fastapi_dedup import Claim, Dedup
 from fastapi_dedup.claims import Intent, Receipt
-from fastapi_dedup.core import Delivery, Refusal
+from fastapi_dedup.refusals import Refusal
 from fastapi_dedup.stores.sql import SqlStore
 from fastapi_dedup.stores.transactions import SessionTransaction
 from tests.databases import count, orders_table
+from tests.stores.hands import HANDS, Hands
 from tests.stores.promises import Backend
 
 HOUR = timedelta(hours=1)
@@ -72,11 +73,11 @@ class Attempt:
     """One delivery, with a transaction of its own on a connection of its own."""
 
     def __init__(self, dedup: Dedup) -> None:
-        self.delivery: Delivery[SessionTransaction] = dedup.delivery()
+        self.delivery = dedup.delivery()
 
     @property
     def transaction(self) -> SessionTransaction:
-        return self.delivery.own
+        return cast("SessionTransaction", self.delivery.own)
 
     @property
     def session(self) -> AsyncSession:
@@ -118,6 +119,10 @@ class World:
     dedup: Dedup = field(init=False)
     altered: bool = False
     """Whether the test has changed what tables there are."""
+
+    @property
+    def hands(self) -> Hands:
+        return HANDS[self.engine.dialect.name]
 
     # runtimes
 
@@ -165,12 +170,16 @@ class World:
     async def crash(self, session: AsyncSession) -> None:
         """Cut the session's connection, as a killed process would."""
         connection = await session.connection()
-        if self.engine.dialect.name == "postgresql":
-            pid = await connection.scalar(text("select pg_backend_pid()"))
-            async with self.engine.connect() as other:
-                assert await other.scalar(text("select pg_terminate_backend(:pid, 5000)"), {"pid": pid})
-        else:
+        if self.hands.backend is None:
             await connection.invalidate()  # closes the file without a word to the transaction
+            return
+        backend = await connection.scalar(text(self.hands.backend))
+        async with self.engine.connect() as other:
+            assert await other.scalar(text(self.hands.kill), {"backend": backend})
+
+    async def hold_up(self, session: AsyncSession) -> None:
+        """Make every claim elsewhere wait until the session's transaction ends."""
+        await (await session.connection()).exec_driver_sql(self.hands.hold_up)
 
     # what is there
 
@@ -202,13 +211,24 @@ class World:
 
     async def expire(self, wanted: Intent) -> None:
         """Move a committed claim into the past, so that its window has just ended."""
-        moved = {
-            "postgresql": "claimed_at = claimed_at - (expires_at - clock_timestamp()), "
-            "expires_at = clock_timestamp()",
-            "sqlite": "claimed_at = strftime('%Y-%m-%d %H:%M:%f', 'now', '-1 day') || '000', "
-            "expires_at = strftime('%Y-%m-%d %H:%M:%f', 'now') || '000'",
-        }[self.engine.dialect.name]
-        await self.execute(f"update dedup_claims set {moved} where key = :key", key=wanted.key)
+        await self.execute(f"update dedup_claims set {self.hands.expire} where key = :key", key=wanted.key)
+
+    async def fill(self, expired: int, live: int = 0) -> None:
+        """Put claims into the table that have expired, and some that have not."""
+        await self.execute(self.hands.fill, expired=expired, total=expired + live)
+
+    @asynccontextmanager
+    async def zone(self, zone: str) -> AsyncIterator[None]:
+        """Give new connections a time zone, where they have one."""
+        if self.hands.set_zone is None:
+            yield
+            return
+        database = self.engine.url.database
+        await self.execute(self.hands.set_zone.format(database=database, zone=zone))
+        try:
+            yield
+        finally:
+            await self.execute(self.hands.reset_zone.format(database=database))
 
     async def at(self, moment: datetime) -> None:
         """Make the database's clock stand at a moment. Only in a world whose clock is stopped."""
@@ -233,40 +253,24 @@ class StoppedClock:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        self._hands = HANDS[engine.dialect.name]
         self._moment = datetime.now(UTC)
 
-    @property
-    def _postgres(self) -> bool:
-        return self._engine.dialect.name == "postgresql"
-
     async def install(self) -> None:
-        if self._postgres:
-            await self._run(
-                "create schema stopped",
-                "create table stopped.clock as select now() as at",
-                *(
-                    f"create function stopped.{name}() returns timestamptz language sql {kind} "
-                    "as 'select at from stopped.clock'"
-                    for name, kind in (("clock_timestamp", "volatile"), ("now", "stable"))
-                ),
-                f"alter database {self._engine.url.database} set search_path = public, stopped, pg_catalog",
-            )
+        await self._run(self._hands.stop_clock)
 
     async def remove(self) -> None:
-        if self._postgres:
-            await self._run(
-                "drop schema stopped cascade", f"alter database {self._engine.url.database} reset search_path"
-            )
+        await self._run(self._hands.start_clock)
 
     async def stand_at(self, moment: datetime) -> None:
         self._moment = moment.astimezone(UTC)
-        if self._postgres:
+        if self._hands.stop_clock:
             async with self._engine.begin() as connection:
                 await connection.execute(text("update stopped.clock set at = :at"), {"at": moment})
 
     def join(self, engine: AsyncEngine) -> None:
         """Make the connections of an engine go by this clock."""
-        if self._postgres:
+        if self._hands.stop_clock:
             return  # the database sees to it
 
         @event.listens_for(engine.sync_engine, "connect")
@@ -280,10 +284,10 @@ class StoppedClock:
         then = self._moment + timedelta(seconds=float(number))
         return f"{then:%Y-%m-%d %H:%M:%S}.{then.microsecond // 1000:03}"
 
-    async def _run(self, *statements: str) -> None:
+    async def _run(self, statements: tuple[str, ...]) -> None:
         async with self._engine.begin() as connection:
             for statement in statements:
-                await connection.execute(text(statement))
+                await connection.execute(text(statement.format(database=self._engine.url.database)))
 
 
 @asynccontextmanager
@@ -326,11 +330,11 @@ async def world_of(
 
 
 async def _tables(engine: AsyncEngine) -> str:
-    """Return what tells our tables from others of their names; "" where that cannot be told."""
-    if engine.dialect.name != "postgresql":
+    """Return what tells our tables from others of their names; "" where that is not known."""
+    query = HANDS[engine.dialect.name].tables
+    if query is None:
         return ""
     async with engine.connect() as connection:
-        query = "select concat(to_regclass('orders')::oid, ' ', to_regclass('dedup_claims')::oid)"
         return str(await connection.scalar(text(query)))
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from sqlalchemy import text
 
 from fastapi_dedup import Claim, Dedup
 from fastapi_dedup.claims import Claimed, Duplicate, InFlight, Mismatch, Receipt
-from fastapi_dedup.core import Refusal
+from fastapi_dedup.refusals import Refusal
 from tests import databases
 from tests.stores.promises import BACKENDS, Promise
 from tests.stores.worlds import SOON, World, intent, until
@@ -240,11 +239,7 @@ async def test_a_claim_without_any_work_still_counts(world: World) -> None:
 
 async def test_a_cancelled_claim_leaves_the_id_free(world: World) -> None:
     async with world.attempt() as holder:
-        await holder.session.connection()
-        if world.engine.dialect.name == "postgresql":
-            await holder.session.execute(text("lock table dedup_claims in access exclusive mode"))
-        else:
-            await holder.claim(intent("other"))  # the writer's lock
+        await world.hold_up(holder.session)
         async with world.attempt() as attempt:
             claiming = asyncio.create_task(attempt.claim(NEWS))
             await asyncio.wait([claiming], timeout=0.1)

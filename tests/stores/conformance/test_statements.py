@@ -102,12 +102,7 @@ async def test_the_next_user_of_the_connection_finds_it_as_it_was(world: World) 
     # case F2: lock_timeout and the like do not leak
     engine = create_async_engine(world.url, pool_size=1, max_overflow=0)
     dedup = world.runtime(engine=engine)
-    postgres = engine.dialect.name == "postgresql"
-    settings = text(
-        "select name, setting from pg_settings where source <> 'client' order by 1"
-        if postgres
-        else "select 'busy_timeout', timeout from pragma_busy_timeout()"
-    )
+    settings = text(world.hands.settings)
     async with engine.connect() as connection:
         before = (await connection.execute(settings)).all()
     async with world.attempt(dedup) as attempt:
@@ -116,11 +111,14 @@ async def test_the_next_user_of_the_connection_finds_it_as_it_was(world: World) 
     with pytest.raises(RuntimeError):
         async with dedup.claim("failed", scope="tests"):
             raise RuntimeError
+    await dedup.reap()
+    async with world.attempt() as writer:
+        await writer.claim(intent("other"))
+        await dedup.reap()  # beside a writer, which SQLite's reaper does not wait for
     async with engine.connect() as connection:
         assert (await connection.execute(settings)).all() == before
-        if postgres:
-            locks = "select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()"
-            assert await connection.scalar(text(locks)) == 0
+        if world.hands.held_locks is not None:
+            assert await connection.scalar(text(world.hands.held_locks)) == 0
 
 
 async def test_a_refused_twin_waits_for_no_lock(world: World) -> None:

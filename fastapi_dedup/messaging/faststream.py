@@ -1,0 +1,403 @@
+"""FastStream: a middleware that consumes, and one that publishes, for every broker that FastStream has.
+
+broker = RabbitBroker(
+    middlewares=[DeduplicatingMiddleware(dedup), StampingMiddleware(dedup.identities)],
+)
+
+@broker.subscriber("orders")
+@deduplicated(Deduplicated(source="body", member="order_id"))
+async def on_order(order: OrderPlaced, session: MessageSession) -> None: ...
+
+what came of it                                      FastStream is told
+handled                                              nothing: it acknowledges, after our COMMIT
+duplicate                                            `AckMessage`; the handler is not run
+in flight; the store is down, or has no table        `NackMessage`, after a pause
+no legal id, or an id that was used for another      `RejectMessage`
+payload
+the handler raised                                   what it raised: the subscriber's `ack_policy` decides
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar, cast
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from fastapi_dedup.claims import Claim, positive
+from fastapi_dedup.errors import (
+    ConfigurationError,
+    DedupError,
+    FingerprintMismatchError,
+    InvalidLogicalIdError,
+    MissingLogicalIdError,
+)
+from fastapi_dedup.identities import DEDUPLICATION_HEADER, headers_for
+from fastapi_dedup.messaging.envelope import Envelope, check_policy, with_stamp
+from fastapi_dedup.messaging.extras import driver
+from fastapi_dedup.messaging.handler import Result, handle
+from fastapi_dedup.messaging.origins import delivery_id_of, endpoint_of, function_of
+from fastapi_dedup.policy import Endpoint
+
+with driver("faststream", extra="faststream"):
+    from faststream import AckPolicy, BaseMiddleware, Context, Depends
+    from faststream.exceptions import AckMessage, HandlerException, NackMessage, RejectMessage, StopConsume
+    from faststream.message import SourceType, StreamMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+
+    from faststream import ContextRepo
+    from faststream.response import PublishCommand
+
+    from fastapi_dedup.identities import Identities
+    from fastapi_dedup.policy import Policy
+    from fastapi_dedup.runtime import Dedup
+
+__all__ = ["DeduplicatingMiddleware", "MessageClaim", "MessageSession", "StampingMiddleware", "deduplicated"]
+
+logger = logging.getLogger("fastapi_dedup")
+
+_KEY: Final = "fastapi_dedup"
+_POLICIES: Final = "__fastapi_dedup_policies__"
+_Handler = TypeVar("_Handler", bound="Callable[..., Any]")
+
+
+# What handlers get
+
+
+@dataclass(slots=True)
+class _Held:
+    """What the middleware has for the handler that it runs."""
+
+    session: AsyncSession
+    claim: Claim | None
+    used: bool = False
+
+
+def _held(held: Annotated[_Held | None, Context(_KEY, default=None)]) -> _Held:
+    if held is None:
+        msg = (
+            "no policy holds for this handler, so there is no claim and no session: give it "
+            "@deduplicated(...), or the broker a DeduplicatingMiddleware with policies"
+        )
+        raise ConfigurationError(msg)
+    held.used = True
+    return held
+
+
+def _session(held: Annotated[_Held, Depends(_held, cast=False)]) -> AsyncSession:
+    return held.session
+
+
+def _claim(held: Annotated[_Held, Depends(_held, cast=False)]) -> Claim | None:
+    return held.claim
+
+
+MessageSession = Annotated[AsyncSession, Depends(_session, cast=False)]
+"""The session of the message's transaction, the one that the claim is in: for handlers and dependencies."""
+
+MessageClaim = Annotated[Claim, Depends(_claim, cast=False)]
+"""The message's claim; None where every policy's id is optional and missing."""
+
+
+def deduplicated(*policies: Policy) -> Callable[[_Handler], _Handler]:
+    """Give a handler policies of its own, which win over those of the middleware.
+
+    Args:
+        *policies: The policies, in the order of their claims.
+
+    Raises:
+        ConfigurationError: There is none, one cannot be kept for messages, or the decorator stands above
+            `@broker.subscriber(...)` instead of below it.
+    """
+    if not policies:
+        msg = "deduplicated() takes a policy: deduplicated(Deduplicated(...))"
+        raise ConfigurationError(msg)
+    for policy in policies:
+        check_policy(policy)
+
+    def decorate(function: _Handler) -> _Handler:
+        if hasattr(function, "call_wrapped"):
+            msg = "write @deduplicated below @broker.subscriber(...), right above the function"
+            raise ConfigurationError(msg)
+        # A wrapper, for the same function may be subscribed elsewhere with other policies.
+        if inspect.iscoroutinefunction(function):
+
+            @wraps(function)
+            async def handler(*args: Any, **kwargs: Any) -> Any:
+                return await function(*args, **kwargs)
+        else:
+
+            @wraps(function)
+            def handler(*args: Any, **kwargs: Any) -> Any:
+                return function(*args, **kwargs)
+
+        setattr(handler, _POLICIES, policies)
+        return cast("_Handler", handler)
+
+    return decorate
+
+
+# Consuming
+
+
+class DeduplicatingMiddleware:
+    """Claims a message's ids, runs its handler in their transaction, and acknowledges after the COMMIT.
+
+    It goes into the `middlewares` of a broker or router. Put what must surround the transaction before it,
+    and what belongs inside behind it.
+
+    A handler's policies are its own, by `deduplicated`; else the middleware's; else the one that
+    `Dedup.require` asks of it. A handler for which there is none runs as if the middleware were not there.
+
+    Args:
+        dedup: The runtime.
+        *policies: The policies of all the handlers that have none of their own, in the order of their claims.
+        pause: How long a message rests, on average, before it is given back to the broker. Default half a
+            second. JetStream does the resting itself.
+
+    Raises:
+        ConfigurationError: A policy or an option cannot be kept.
+    """
+
+    def __init__(self, dedup: Dedup, *policies: Policy, pause: timedelta = timedelta(seconds=0.5)) -> None:
+        for policy in policies:
+            check_policy(policy)
+        self._dedup = dedup
+        self._policies = policies
+        self._pause = positive("pause", pause).total_seconds()
+        self._warned: set[str] = set()
+
+    def __call__(self, message: Any, /, *, context: ContextRepo) -> BaseMiddleware[Any, Any]:
+        """Return the middleware for one message: what FastStream calls."""
+        return _Consuming(message, context=context, door=self)
+
+    async def consume(
+        self, call_next: Callable[[Any], Awaitable[Any]], message: StreamMessage[Any], context: ContextRepo
+    ) -> Any:
+        """Handle one message; `call_next` is the rest of the middlewares and the handler."""
+        subscriber = context.get_local("handler_")
+        if message.source_type is SourceType.RESPONSE or subscriber is None:
+            return await call_next(message)
+        function = await function_of(subscriber, message)
+        endpoint = endpoint_of(subscriber, message, function)
+        policies = self._policies_of(function, endpoint)
+        if not policies:
+            return await call_next(message)
+        await _check(subscriber, message, endpoint)
+        body = await message.decode()
+        envelope = Envelope(body, message.headers, delivery_id_of(message), endpoint, message)
+        run = _Run(call_next, message, context)
+        try:
+            result = await handle(self._dedup, policies, envelope, run)
+        except DedupError as error:
+            if error is run.error:
+                raise
+            return await self._refuse(message, endpoint, error)
+        if result is Result.DUPLICATE:
+            raise AckMessage
+        if result is Result.IN_FLIGHT:
+            return await self._give_back(message, endpoint)
+        if not run.used and all(policy.session is None for policy in policies):
+            self._warn_unused(endpoint)
+        if run.error is not None:
+            raise run.error
+        return run.result
+
+    def _policies_of(self, function: Callable[..., Any], endpoint: str) -> tuple[Policy, ...]:
+        own: tuple[Policy, ...] = getattr(function, _POLICIES, ()) or self._policies
+        if own:
+            return own
+        required = self._dedup.required_of(Endpoint("message", endpoint, function))
+        if required is None:
+            return ()
+        check_policy(required)
+        return (required,)
+
+    async def _refuse(self, message: StreamMessage[Any], endpoint: str, error: DedupError) -> NoReturn:
+        """Answer for a message that was not handled, though nothing is wrong with its handler."""
+        if isinstance(error, MissingLogicalIdError | InvalidLogicalIdError | FingerprintMismatchError):
+            logger.warning("rejected a message of %s: %s", endpoint, error)
+            raise RejectMessage from error
+        level = logging.ERROR if isinstance(error, ConfigurationError) else logging.WARNING
+        logger.log(level, "a message of %s was not handled: %s", endpoint, error)
+        await self._give_back(message, endpoint)
+
+    async def _give_back(self, message: StreamMessage[Any], endpoint: str) -> NoReturn:
+        """Give a message back to its broker after a pause: its work may still fail, or was not tried."""
+        if not _comes_again(message):
+            logger.warning("a message of %s is lost, for its broker cannot deliver it again", endpoint)
+            raise NackMessage
+        pause = self._pause * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, not a secret
+        if hasattr(message.raw_message, "nak"):
+            raise NackMessage(delay=pause)
+        await asyncio.sleep(pause)
+        raise NackMessage
+
+    def _warn_unused(self, endpoint: str) -> None:
+        if endpoint not in self._warned:
+            self._warned.add(endpoint)
+            logger.warning(
+                "the handler of %s has a claim in a transaction that it never uses, so a crash between the "
+                "two commits doubles or loses work. Give it a parameter annotated as MessageSession, or name "
+                "its session with Deduplicated(session=...)",
+                endpoint,
+            )
+
+
+class _Consuming(BaseMiddleware[Any, Any]):
+    def __init__(self, message: Any, /, *, context: ContextRepo, door: DeduplicatingMiddleware) -> None:
+        super().__init__(message, context=context)
+        self._door = door
+
+    async def consume_scope(self, call_next: Callable[[Any], Awaitable[Any]], msg: StreamMessage[Any]) -> Any:
+        return await self._door.consume(call_next, msg, self.context)
+
+    async def after_processed(
+        self,
+        exc_type: type[BaseException] | None = None,  # noqa: ARG002 - the protocol
+        exc_val: BaseException | None = None,
+        exc_tb: TracebackType | None = None,  # noqa: ARG002 - the protocol
+    ) -> bool | None:
+        """Keep our answers to ourselves where there is nothing to acknowledge, for nobody else takes them."""
+        subscriber = self.context.get_local("handler_")
+        unheard = getattr(subscriber, "ack_policy", None) is AckPolicy.MANUAL
+        return unheard and isinstance(exc_val, HandlerException)
+
+
+class _Run:
+    """The handler's work on one message, and what came of it.
+
+    Attributes:
+        result: What the handler returned.
+        error: What it raised.
+        used: Whether it has asked for the session or the claim.
+    """
+
+    def __init__(
+        self, call_next: Callable[[Any], Awaitable[Any]], message: StreamMessage[Any], context: ContextRepo
+    ) -> None:
+        self._call_next = call_next
+        self._message = message
+        self._context = context
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.used = False
+
+    async def __call__(self, session: AsyncSession, claim: Claim | None) -> None:
+        held = _Held(session, claim)
+        try:
+            with self._context.scope(_KEY, held):
+                self.result = await self._call_next(self._message)
+        except AckMessage as done:  # the message will not come again, so its work must be committed
+            self.error = done
+        except Exception as error:
+            self.error = error
+            raise
+        finally:
+            self.used = held.used
+
+
+class _RefusedError(ConfigurationError, StopConsume):
+    """What the subscriber says of its acknowledgements cannot be kept, so it stops at its first message."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+async def _check(subscriber: Any, message: StreamMessage[Any], endpoint: str) -> None:
+    """Refuse what would lose messages or run them twice.
+
+    Raises:
+        ConfigurationError: Messages come in batches, or are not acknowledged after COMMIT.
+    """
+    if message.batch_headers:
+        msg = f"{endpoint} gets messages in batches, which have no id of their own: subscribe without batch"
+    elif not _acknowledged_after(subscriber.ack_policy, message):
+        msg = (
+            f"{endpoint} does not acknowledge after COMMIT (ack_policy is {subscriber.ack_policy.name}), so "
+            "a message whose work fails, or is in flight elsewhere, would be lost: subscribe with "
+            "ack_policy=AckPolicy.NACK_ON_ERROR or REJECT_ON_ERROR, on Kafka and Redis streams in a group"
+        )
+    else:
+        return
+    logger.error("stopped consuming: %s", msg)
+    await message.nack()
+    raise _RefusedError(msg)
+
+
+def _acknowledged_after(policy: AckPolicy, message: StreamMessage[Any]) -> bool:
+    if policy is AckPolicy.MANUAL:  # which is also the policy where there is nothing to acknowledge
+        return not _comes_again(message)
+    return policy is not AckPolicy.ACK_FIRST
+
+
+def _comes_again(message: StreamMessage[Any]) -> bool:
+    """Tell whether a message's broker waits for its acknowledgement: not so lists, channels and core NATS."""
+    settled = getattr(message.raw_message, "_ackd", False)
+    return type(message).ack is not StreamMessage.ack and not settled
+
+
+# Publishing
+
+
+class StampingMiddleware:
+    """Stamps what is published with its logical id, in the header `deduplication-id`.
+
+    An id that the message has already is kept. Else it is what the rules and the message's type say; without
+    an id nothing is stamped. Messages of one batch share their headers, so they get no stamp.
+
+    Args:
+        identities: The publisher's rules: `dedup.identities`.
+        native: Whether the broker's own field is stamped too: `Nats-Msg-Id`, by which JetStream drops
+            duplicates before any consumer sees them.
+    """
+
+    def __init__(self, identities: Identities, *, native: bool = True) -> None:
+        self._identities = identities
+        self._native = native
+
+    def __call__(self, message: Any, /, *, context: ContextRepo) -> BaseMiddleware[Any, Any]:
+        """Return the middleware for one message: what FastStream calls."""
+        return _Stamping(message, context=context, door=self)
+
+    def stamp(self, command: PublishCommand) -> None:
+        """Stamp a message that is about to be published.
+
+        Raises:
+            InvalidLogicalIdError: Its id is no legal one.
+        """
+        bodies = command.batch_bodies
+        if len(bodies) > 1:
+            if any(self._identities.of(body) is not None for body in bodies):
+                logger.warning(
+                    "a batch for %s is published without ids: its messages share their headers",
+                    command.destination,
+                )
+            return
+        explicit = any(name.lower() == DEDUPLICATION_HEADER for name in command.headers)
+        logical_id = None if explicit else self._identities.of(command.body)
+        if type(command).__module__.startswith("faststream.nats."):
+            from fastapi_dedup.messaging.nats import stamped  # noqa: PLC0415 - its driver is there on NATS only
+
+            command.headers = stamped(logical_id, command.headers, native=self._native)
+        else:
+            command.headers = with_stamp(command.headers, headers_for(logical_id))
+
+
+class _Stamping(BaseMiddleware[Any, Any]):
+    def __init__(self, message: Any, /, *, context: ContextRepo, door: StampingMiddleware) -> None:
+        super().__init__(message, context=context)
+        self._door = door
+
+    async def publish_scope(self, call_next: Callable[[Any], Awaitable[Any]], cmd: PublishCommand) -> Any:
+        self._door.stamp(cmd)
+        return await call_next(cmd)

@@ -1,0 +1,31 @@
+"""What a refused delivery is called: as an outcome, as an event and as an error. Pure."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from fastapi_dedup.claims import Duplicate, InFlight, Intent, Mismatch, scope_text
+from fastapi_dedup.errors import ClaimInFlightError, DedupError, DuplicateError, FingerprintMismatchError
+from fastapi_dedup.hooks import EventKind
+
+__all__ = ["KINDS", "Refusal", "error_of"]
+
+Refusal: TypeAlias = Duplicate | InFlight | Mismatch
+
+KINDS = {
+    Duplicate: EventKind.DUPLICATE,
+    InFlight: EventKind.IN_FLIGHT,
+    Mismatch: EventKind.MISMATCH,
+}
+
+
+def error_of(intent: Intent, refusal: Refusal) -> DedupError:
+    """Return the error that a refusal is, for the doors that cannot return a value instead of running."""
+    where = (intent.logical_id, scope_text(intent.scope))
+    match refusal:
+        case Duplicate(claimed_at, expires_at, age):
+            return DuplicateError(*where, claimed_at=claimed_at, expires_at=expires_at, age=age)
+        case InFlight():
+            return ClaimInFlightError(*where)
+        case Mismatch():
+            return FingerprintMismatchError(*where)

@@ -1,0 +1,545 @@
+"""The FastStream middleware on RabbitMQ, Kafka, JetStream and Redis, each in memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any
+
+import pytest
+from faststream import AckPolicy, Context, Depends
+from faststream.exceptions import AckMessage
+from faststream.kafka import KafkaBroker
+from faststream.rabbit import RabbitBroker, RabbitExchange, RabbitQueue, RabbitRouter, TestRabbitBroker
+from faststream.redis import RedisBroker, TestRedisBroker
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from fastapi_dedup import ConfigurationError, Deduplicated
+from fastapi_dedup.hooks import EventKind
+from fastapi_dedup.messaging.faststream import (
+    DeduplicatingMiddleware,
+    MessageClaim,
+    MessageSession,
+    deduplicated,
+)
+from tests.http.world import World, session_of
+from tests.messaging.shop import PAUSE, fail, heard
+from tests.messaging.streams import KINDS, Kind, Order, Stream, add, stream_of
+
+BY_SKU = Deduplicated(source="body", member="sku")
+TEA = Order(sku="tea")
+
+pytestmark = pytest.mark.filterwarnings("ignore:the JetStream Push consumer:RuntimeWarning")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """Return each kind of broker in turn."""
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def rabbitmq_in_memory(world: World) -> Stream:
+    """Return RabbitMQ, for what is the same on each broker."""
+    return stream_of(KINDS["rabbitmq"], world)
+
+
+# What becomes of a message
+
+
+async def test_a_duplicate_is_acknowledged_and_not_run(kind: Kind, world: World) -> None:  # case G3
+    stream = stream_of(kind, world, BY_SKU)
+    stream.subscriber()(add)
+    async with stream.running():
+        for _ in range(3):
+            await stream.publish(TEA)
+    assert await world.orders() == ["tea"]
+    assert stream.answers == ["ACKED"] * 3
+    assert heard(world, EventKind.DUPLICATE) == 2
+
+
+async def test_claim_and_work_are_committed_before_the_acknowledgement(kind: Kind, world: World) -> None:
+    told: list[list[str]] = []
+    stream = stream_of(kind, world, BY_SKU)
+    stream.subscriber()(add)
+    async with stream.running():
+        await stream.publish(TEA)
+        acknowledge = type(stream.messages[0]).ack
+
+        async def ack(message: Any) -> None:
+            told.append(await world.orders())
+            await acknowledge(message)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(stream.messages[0]), "ack", ack)
+            await stream.publish(Order(sku="cocoa"))
+    assert told == [["tea", "cocoa"]]
+
+
+async def test_a_copy_in_flight_is_given_back_and_runs_if_the_original_fails(  # case G4
+    kind: Kind, world: World
+) -> None:
+    stream = stream_of(kind, world, Deduplicated(scope="orders"))
+    stream.subscriber()(add)
+    async with stream.running():
+        with pytest.raises(RuntimeError):
+            async with world.dedup.claim("1", scope="orders"):
+                await stream.publish(TEA, deduplication_id="1")
+                await fail()
+        assert await world.orders() == []
+        await stream.publish(TEA, deduplication_id="1")
+    assert stream.answers == ["NACKED", "ACKED"]
+    assert await world.orders() == ["tea"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"deduplication_id": " "}, {"deduplication_id": "9" * 256}])
+async def test_a_message_without_a_legal_id_is_rejected(
+    kind: Kind, world: World, headers: dict[str, str]
+) -> None:
+    stream = stream_of(kind, world, Deduplicated())
+    stream.subscriber()(add)
+    async with stream.running():
+        await stream.publish(TEA, **headers)
+    # Kafka has no rejection: FastStream commits the offset.
+    assert stream.answers == ["ACKED" if kind.broker is KafkaBroker else "REJECTED"]
+    assert await world.orders() == []
+
+
+async def test_an_id_that_was_used_for_another_payload_is_rejected(
+    rabbitmq_in_memory: Stream, world: World
+) -> None:
+    stream = rabbitmq_in_memory
+    stream.subscriber()(deduplicated(Deduplicated(fingerprint=True))(add))
+    async with stream.running():
+        await stream.publish(TEA, deduplication_id="1")
+        await stream.publish(Order(sku="cocoa"), deduplication_id="1")
+    assert stream.answers == ["ACKED", "REJECTED"]
+    assert await world.orders() == ["tea"]
+
+
+async def test_while_the_database_is_down_messages_are_given_back_and_not_run(
+    kind: Kind, world: World
+) -> None:
+    stream = stream_of(kind, world, BY_SKU)
+    stream.subscriber()(add)
+    async with world.engine.begin() as connection:
+        await connection.execute(text("alter table dedup_claims rename to gone"))
+    async with stream.running():
+        await stream.publish(TEA)
+        async with world.engine.begin() as connection:
+            await connection.execute(text("alter table gone rename to dedup_claims"))
+        await stream.publish(TEA)
+    assert stream.answers == ["NACKED", "ACKED"]
+    assert await world.orders() == ["tea"]
+
+
+@pytest.mark.parametrize("policy", [AckPolicy.NACK_ON_ERROR, AckPolicy.REJECT_ON_ERROR])
+async def test_what_a_handler_raises_goes_to_the_ack_policy_and_frees_the_id(
+    kind: Kind, world: World, policy: AckPolicy
+) -> None:
+    mishaps = [fail]
+    stream = stream_of(kind, world, BY_SKU)
+
+    @stream.subscriber(ack_policy=policy)
+    async def on_order(order: Order, session: MessageSession) -> None:
+        await add(order, session)
+        if mishaps:
+            await mishaps.pop()()
+
+    async with stream.running():
+        with pytest.raises(RuntimeError, match="as the test wished"):
+            await stream.publish(TEA)
+        assert (await world.orders(), await world.ids()) == ([], [])
+        await stream.publish(TEA)
+    rejected = "ACKED" if kind.broker is KafkaBroker else "REJECTED"
+    assert stream.answers == ["NACKED" if policy is AckPolicy.NACK_ON_ERROR else rejected, "ACKED"]
+    assert await world.orders() == ["tea"]
+
+
+async def test_an_error_of_ours_that_a_handler_raises_is_the_handler_s(
+    rabbitmq_in_memory: Stream, world: World
+) -> None:
+    stream = rabbitmq_in_memory
+
+    @stream.subscriber()
+    @deduplicated(BY_SKU)
+    async def on_order(order: Order, session: MessageSession) -> None:
+        raise ConfigurationError(order.sku)
+
+    async with stream.running():
+        with pytest.raises(ConfigurationError, match="tea"):
+            await stream.publish(TEA)
+    assert stream.answers == ["NACKED"]
+    assert await world.ids() == []
+
+
+async def test_work_whose_handler_asks_for_the_acknowledgement_is_committed(
+    rabbitmq_in_memory: Stream, world: World
+) -> None:
+    stream = rabbitmq_in_memory
+
+    @stream.subscriber()
+    @deduplicated(BY_SKU)
+    async def on_order(order: Order, session: MessageSession) -> None:
+        await add(order, session)
+        raise AckMessage
+
+    async with stream.running():
+        await stream.publish(TEA)
+    assert (stream.answers, await world.orders()) == (["ACKED"], ["tea"])
+
+
+async def test_a_duplicate_has_no_result_to_publish(rabbitmq_in_memory: Stream) -> None:
+    stream = rabbitmq_in_memory
+    replies: list[str] = []
+
+    @stream.subscriber()
+    @stream.broker.publisher("replies")
+    @deduplicated(BY_SKU)
+    async def on_order(order: Order, session: MessageSession) -> str:
+        await session.execute(text("select 1"))
+        return f"ordered {order.sku}"
+
+    @stream.subscriber("replies")
+    async def on_reply(reply: str) -> None:
+        replies.append(reply)
+
+    async with stream.running():
+        for _ in range(2):
+            await stream.publish(TEA)
+    assert replies == ["ordered tea"]
+
+
+# Places
+
+
+async def test_the_default_scope_names_the_place_and_its_group(kind: Kind, world: World) -> None:
+    stream = stream_of(kind, world, BY_SKU)
+    stream.subscriber()(add)
+    async with stream.running():
+        await stream.publish(TEA)
+    assert await world.scopes() == [f"message {kind.place.format(address='orders')}"]
+
+
+async def test_an_id_that_fans_out_to_two_endpoints_runs_once_in_each(world: World) -> None:  # case G1
+    stream = stream_of(KINDS["rabbitmq"], world, BY_SKU)
+    exchange = RabbitExchange("orders", type="fanout")
+    for queue in ("billing", "shipping"):
+        stream.broker.subscriber(queue, exchange)(add)
+    async with stream.running():
+        for _ in range(2):
+            await stream.broker.publish(TEA, exchange=exchange)
+    assert await world.scopes() == ["message billing", "message shipping"]
+    assert await world.orders() == ["tea", "tea"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("kafka", {"group_id": None}), ("redis", {"stream": None, "channel": "orders"})],
+)
+async def test_where_no_group_shares_the_messages_each_handler_gets_them(  # case G1
+    kind: str, options: dict[str, Any], world: World
+) -> None:
+    stream = stream_of(KINDS[kind], world, BY_SKU)
+
+    async def add_again(order: Order, session: MessageSession) -> None:
+        await add(order, session)
+
+    for function in (add, add_again):
+        stream.subscriber(**options)(function)
+    publish = {"channel": "orders"} if kind == "redis" else {"topic": "orders"}
+    async with stream.running():
+        for _ in range(2):
+            await stream.broker.publish(TEA, **publish)
+    assert await world.orders() == ["tea", "tea"]
+
+
+async def test_a_router_s_prefix_is_part_of_the_place(world: World) -> None:
+    broker = RabbitBroker(middlewares=[DeduplicatingMiddleware(world.dedup, BY_SKU)])
+    for prefix in ("eu.", "us."):
+        router = RabbitRouter(prefix=prefix)
+        router.subscriber(RabbitQueue("orders", routing_key="orders.*"))(add)
+        broker.include_router(router)
+    async with TestRabbitBroker(broker):
+        await broker.publish(TEA, "eu.orders.new")
+    assert await world.scopes() == ["message eu.orders"]
+
+
+async def test_a_delivery_s_id_is_the_broker_s_own(kind: Kind, world: World) -> None:
+    """RabbitMQ's is what the publisher sets; the others count their messages."""
+    options = {"message_id": "m1"} if kind.broker is RabbitBroker else {}
+    if kind.broker is RedisBroker:
+        pytest.skip("in memory, Redis' entries have no ids; tests/recipes has real ones")
+    stream = stream_of(kind, world, Deduplicated(source="delivery"))
+    stream.subscriber()(add)
+    async with stream.running():
+        for _ in range(2):
+            await stream.broker.publish(TEA, **kind.publish("orders"), **options)
+    if kind.broker is RabbitBroker:
+        assert (await world.ids(), await world.orders()) == (["m1"], ["tea"])
+
+
+async def test_without_an_id_of_the_broker_s_a_delivery_has_none(
+    rabbitmq_in_memory: Stream, world: World
+) -> None:
+    stream = rabbitmq_in_memory
+    stream.subscriber()(deduplicated(Deduplicated(source="delivery"))(add))
+    async with stream.running():
+        await stream.broker.publish(TEA, "orders")
+    assert (stream.answers, await world.orders()) == (["REJECTED"], [])
+
+
+async def test_a_list_has_no_acknowledgements_and_yet_no_duplicates(world: World) -> None:
+    broker = RedisBroker(middlewares=[DeduplicatingMiddleware(world.dedup, BY_SKU)])
+    broker.subscriber(list="orders")(add)
+    async with TestRedisBroker(broker):
+        for _ in range(2):
+            await broker.publish(TEA, list="orders")
+    assert (await world.orders(), await world.scopes()) == (["tea"], ["message orders"])
+
+
+async def test_a_copy_in_flight_that_cannot_come_again_is_reported_as_lost(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = Deduplicated(source="body", member="sku", scope="orders")
+    broker = RedisBroker(middlewares=[DeduplicatingMiddleware(world.dedup, policy)])
+    broker.subscriber(list="orders")(add)
+    async with TestRedisBroker(broker), world.dedup.claim("tea", scope="orders"):
+        await broker.publish(TEA, list="orders")
+    assert "a message of orders is lost" in caplog.text
+    assert await world.orders() == []
+
+
+# Policies
+
+
+async def test_a_handler_s_own_policy_wins_over_the_middleware_s(world: World) -> None:
+    stream = stream_of(KINDS["rabbitmq"], world, BY_SKU)
+    stream.subscriber("own")(deduplicated(Deduplicated(scope="own"))(add))
+    stream.subscriber("middleware's")(add)
+    async with stream.running():
+        await stream.publish(TEA, "own", deduplication_id="1")
+        await stream.publish(TEA, "middleware's", deduplication_id="1")
+    assert await world.scopes() == ["message middleware's", "own"]
+    assert await world.ids() == ["1", "tea"]
+
+
+async def test_what_is_required_holds_for_handlers_without_a_policy(world: World) -> None:
+    world.dedup.require(lambda endpoint: endpoint.name == "orders", BY_SKU)
+    world.dedup.require(lambda endpoint: endpoint.function is ping, Deduplicated())
+    stream = stream_of(KINDS["rabbitmq"], world)
+    stream.subscriber("orders")(add)
+    stream.subscriber("own")(deduplicated(Deduplicated(source="body", member="sku", scope="own"))(add))
+    stream.subscriber("pings")(ping)
+    async with stream.running():
+        await stream.publish(TEA, "orders")
+        await stream.publish(TEA, "own")
+        await stream.publish(TEA, "pings")
+    assert stream.answers == ["ACKED", "ACKED", "REJECTED"]
+    assert await world.scopes() == ["message orders", "own"]
+
+
+async def ping(order: Order) -> None:
+    """Do nothing."""
+
+
+async def test_a_handler_that_no_policy_holds_for_runs_as_if_the_middleware_were_not_there(
+    rabbitmq_in_memory: Stream, world: World
+) -> None:
+    stream = rabbitmq_in_memory
+    runs: list[str] = []
+
+    @stream.subscriber(ack_policy=AckPolicy.ACK_FIRST)
+    async def on_order(order: Order) -> None:
+        runs.append(order.sku)
+
+    async with stream.running():
+        for _ in range(2):
+            await stream.publish(TEA)
+    assert (runs, await world.ids()) == (["tea", "tea"], [])
+
+
+async def test_of_a_subscriber_s_handlers_the_one_that_takes_the_message_has_its_policy(
+    rabbitmq_in_memory: Stream, world: World
+) -> None:
+    stream = rabbitmq_in_memory
+    subscriber = stream.subscriber()
+
+    @subscriber(filter=lambda message: message.headers.get("kind") == "order")
+    @deduplicated(BY_SKU)
+    async def on_order(order: Order, session: MessageSession) -> None:
+        await add(order, session)
+
+    @subscriber
+    @deduplicated(Deduplicated(scope="others"))
+    async def on_other(order: Order, session: MessageSession) -> None:
+        await add(order, session)
+
+    async with stream.running():
+        await stream.publish(TEA, kind="order")
+        await stream.publish(TEA, kind="other", deduplication_id="1")
+    assert await world.scopes() == ["message orders", "others"]
+
+
+async def test_a_delivery_s_id_and_a_logical_id_go_together(rabbitmq_in_memory: Stream, world: World) -> None:
+    stream = rabbitmq_in_memory
+    stream.subscriber()(deduplicated(Deduplicated(source="delivery"), BY_SKU)(add))
+    async with stream.running():
+        for message_id in ("m1", "m1", "m2"):
+            await stream.broker.publish(TEA, "orders", message_id=message_id)
+    assert (await world.orders(), await world.ids()) == (["tea"], ["m1", "tea"])
+
+
+# What handlers get
+
+
+async def test_dependencies_and_handlers_share_the_session_that_the_claim_is_in(
+    kind: Kind, world: World
+) -> None:
+    seen: list[Any] = []
+
+    async def customer(session: MessageSession) -> AsyncSession:
+        return session
+
+    stream = stream_of(kind, world, BY_SKU)
+
+    @stream.subscriber()
+    async def on_order(
+        order: Order,
+        session: MessageSession,
+        claim: MessageClaim,
+        theirs: Annotated[AsyncSession, Depends(customer, cast=False)],
+        message: Annotated[Any, Context("message")],
+    ) -> None:
+        seen.extend((claim.logical_id, claim.session is session is theirs, message.headers["origin"]))
+        await add(order, session)
+
+    async with stream.running():
+        await stream.publish(TEA, origin="till 3")
+    assert seen == ["tea", True, "till 3"]
+
+
+async def test_a_synchronous_handler_gets_them_too(rabbitmq_in_memory: Stream) -> None:
+    stream = rabbitmq_in_memory
+    seen: list[str] = []
+
+    @stream.subscriber()
+    @deduplicated(BY_SKU)
+    def on_order(order: Order, claim: MessageClaim) -> None:
+        seen.append(f"{order.sku} {claim.logical_id}")
+
+    async with stream.running():
+        for _ in range(2):
+            await stream.publish(TEA)
+    assert seen == ["tea tea"]
+
+
+async def test_the_claim_rides_the_app_s_own_session(rabbitmq_in_memory: Stream, world: World) -> None:
+    stream = rabbitmq_in_memory
+    policy = Deduplicated(source="body", member="sku", session=session_of(world))
+    stream.subscriber()(deduplicated(policy)(add))
+    async with stream.running():
+        for _ in range(2):
+            await stream.publish(TEA)
+    assert (stream.answers, await world.orders()) == (["ACKED", "ACKED"], ["tea"])
+
+
+async def test_an_optional_id_that_is_missing_claims_nothing(
+    rabbitmq_in_memory: Stream, world: World
+) -> None:
+    stream = rabbitmq_in_memory
+    claims: list[object] = []
+
+    @stream.subscriber()
+    @deduplicated(Deduplicated(required=False))
+    async def on_order(order: Order, session: MessageSession, claim: MessageClaim) -> None:
+        claims.append(claim)
+        await add(order, session)
+
+    async with stream.running():
+        await stream.publish(TEA)
+    assert (claims, await world.orders(), await world.ids()) == ([None], ["tea"], [])
+
+
+async def test_without_a_policy_there_is_no_session_to_get(rabbitmq_in_memory: Stream) -> None:
+    stream = rabbitmq_in_memory
+    stream.subscriber()(add)
+    async with stream.running():
+        with pytest.raises(ConfigurationError, match="no policy holds for this handler"):
+            await stream.publish(TEA)
+
+
+async def test_a_handler_that_never_uses_the_claim_s_transaction_is_warned_of_once(
+    rabbitmq_in_memory: Stream, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = rabbitmq_in_memory
+    stream.subscriber()(deduplicated(BY_SKU)(ping))
+    async with stream.running():
+        for sku in ("tea", "cocoa"):
+            await stream.publish(Order(sku=sku))
+    assert [record.levelno for record in caplog.records if "never uses" in record.message] == [logging.WARNING]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("kafka", {"ack_policy": AckPolicy.ACK_FIRST}),
+        ("rabbitmq", {"ack_policy": AckPolicy.ACK_FIRST}),
+        ("rabbitmq", {"ack_policy": AckPolicy.MANUAL}),
+        ("jetstream", {"ack_policy": AckPolicy.MANUAL}),
+        ("redis", {"stream": "orders"}),
+    ],
+)
+async def test_a_subscriber_that_does_not_acknowledge_after_the_commit_is_stopped_loudly(
+    kind: str, options: dict[str, Any], world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = stream_of(KINDS[kind], world, BY_SKU)
+    stream.subscriber(**options)(add)
+    async with stream.running():
+        with pytest.raises(ConfigurationError, match="does not acknowledge after COMMIT"):
+            await stream.publish(TEA)
+    assert [record.levelno for record in caplog.records if "stopped" in record.message] == [logging.ERROR]
+    assert await world.orders() == []
+
+
+async def test_kafka_s_default_is_to_acknowledge_first_and_is_refused(world: World) -> None:
+    stream = stream_of(KINDS["kafka"], world, BY_SKU)
+    stream.broker.subscriber("orders", group_id="shop")(add)
+    async with stream.running():
+        with pytest.raises(ConfigurationError, match="NACK_ON_ERROR"):
+            await stream.publish(TEA)
+
+
+async def test_a_batch_is_refused_for_it_has_no_id_of_its_own(world: World) -> None:
+    stream = stream_of(KINDS["kafka"], world, BY_SKU)
+
+    @stream.subscriber(batch=True)
+    async def on_orders(orders: list[Order]) -> None:
+        raise AssertionError(orders)
+
+    async with stream.running():
+        with pytest.raises(ConfigurationError, match="batches"):
+            await stream.broker.publish_batch(TEA, TEA, topic="orders")
+
+
+def test_a_policy_that_messages_cannot_keep_is_refused_where_it_is_given(world: World) -> None:
+    policy = Deduplicated(source="path", member="sku")
+    with pytest.raises(ConfigurationError, match="a message has no path"):
+        deduplicated(policy)
+    with pytest.raises(ConfigurationError, match="a message has no path"):
+        DeduplicatingMiddleware(world.dedup, policy)
+
+
+def test_the_decorator_wants_a_policy_and_the_function_itself(rabbitmq_in_memory: Stream) -> None:
+    with pytest.raises(ConfigurationError, match="takes a policy"):
+        deduplicated()
+    with pytest.raises(ConfigurationError, match=r"below @broker\.subscriber"):
+        deduplicated(BY_SKU)(rabbitmq_in_memory.subscriber()(add))
+
+
+def test_a_pause_is_longer_than_nothing(world: World) -> None:
+    with pytest.raises(ConfigurationError, match="pause"):
+        DeduplicatingMiddleware(world.dedup, pause=PAUSE * 0)
