@@ -1,0 +1,1 @@
+"""Measurements: each prints a comparison that was made in one run."""

@@ -216,7 +216,7 @@ class Delivery:
             if fate is Fate.OPEN:  # taken anew before a COMMIT, after the handler's ROLLBACK
                 return
             self._flights.land(flight)
-            if attempt is not None and fate is Fate.COMMITTED:
+            if attempt is not None and fate is Fate.COMMITTED and not held.given_back:
                 attempt.complete(window=intent.window)
             elif attempt is not None:
                 attempt.release()

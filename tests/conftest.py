@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.servers import (
+    MARIADB,
     NATS,
     POSTGRES,
     RABBITMQ,
@@ -17,6 +18,7 @@ from tests.servers import (
     MissingServerError,
     Server,
     give_up,
+    mariadb_database,
     postgres_database,
     running,
 )
@@ -48,6 +50,13 @@ def _noted(server: Server, config: pytest.Config) -> Iterator[Found]:
 def postgres_url(pytestconfig: pytest.Config) -> Iterator[str]:
     """Yield the plain `postgresql://` URL of an empty database, made for this run and dropped after it."""
     with _noted(POSTGRES, pytestconfig) as found, postgres_database(found.url) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def mariadb_url(pytestconfig: pytest.Config) -> Iterator[str]:
+    """Yield the plain `mysql://` URL of an empty database, made for this run and dropped after it."""
+    with _noted(MARIADB, pytestconfig) as found, mariadb_database(found.url) as url:
         yield url
 
 

@@ -30,7 +30,9 @@ async def orders_table(url: str) -> AsyncIterator[AsyncEngine]:
     async with engine.begin() as connection:
         await connection.execute(text("drop table if exists orders"))
         await connection.execute(text("drop table if exists dedup_claims"))
-        await connection.execute(text(f"create table orders (id {key}, sku varchar(300) not null, note text)"))
+        await connection.execute(
+            text(f"create table orders (id {key}, sku varchar(300) not null, note text)")
+        )
     try:
         yield engine
     finally:

@@ -20,13 +20,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import aio_pika
 import nats
 import nats.errors
 import nats.js.errors
 import psycopg
+import pymysql
 import pytest
 from sqlalchemy import make_url
 
@@ -256,4 +257,46 @@ NATS = Server(
     ),
 )
 
-SERVERS = (POSTGRES, RABBITMQ, NATS)
+
+def _connect_mariadb(url: str) -> pymysql.Connection[Any]:
+    where = make_url(url)
+    try:
+        return pymysql.connect(
+            host=where.host, port=where.port or 3306, user=where.username, password=where.password or ""
+        )
+    except pymysql.Error as error:
+        raise UnreachableError(str(error)) from error
+
+
+def _mariadb_version(url: str) -> str:
+    """Return the server's version, if it lets us in."""
+    with _connect_mariadb(url) as connection:
+        return str(connection.get_server_info())
+
+
+@contextmanager
+def mariadb_database(server_url: str) -> Iterator[str]:
+    """Make an empty database on a server, yield its plain `mysql://` URL, and drop it afterwards."""
+    name = f"fastapi_dedup_{os.getpid()}_{secrets.token_hex(4)}"
+    with _connect_mariadb(server_url) as admin, admin.cursor() as cursor:
+        cursor.execute(f"create database {name}")
+    try:
+        yield make_url(server_url).set(database=name).render_as_string(hide_password=False)
+    finally:
+        with _connect_mariadb(server_url) as admin, admin.cursor() as cursor:
+            cursor.execute(f"drop database {name}")
+
+
+MARIADB = Server(
+    name="MariaDB",
+    fixture="mariadb_url",
+    variable="FASTAPI_DEDUP_TEST_MARIADB_URL",
+    standard_urls=("mysql://root@127.0.0.1:3306",),
+    version=_mariadb_version,
+    how_to_get=(
+        "`apt-get install mariadb-server` on Debian, or set FASTAPI_DEDUP_TEST_MARIADB_URL to"
+        " mysql://user:password@host, with a user that may create databases."
+    ),
+)
+
+SERVERS = (POSTGRES, MARIADB, RABBITMQ, NATS)

@@ -1,1 +1,1 @@
-"""A shop that takes orders: `app.py` is the service, `demo.py` sends it what clients send in earnest."""
+"""A shop that takes orders: `app.py` is the service, `consumer.py` takes them from a queue too, `demo.py` sends some."""

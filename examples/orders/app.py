@@ -15,11 +15,14 @@ from contextlib import asynccontextmanager
 from fastapi import Depends, FastAPI, HTTPException
 from pydantic import BaseModel, PositiveInt
 from sqlalchemy import update
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fastapi_dedup import Dedup, Deduplicated, DedupMiddleware, RequestSession
 
 dedup = Dedup(create_table=True)
+one_order = Deduplicated(source="body", member="reference", scope="orders")
+"""The policy of whoever takes orders: this service, and the consumer of `consumer.py`."""
 
 
 class Base(DeclarativeBase):
@@ -61,6 +64,28 @@ class Delivered(BaseModel):
     quantity: PositiveInt
 
 
+class SoldOutError(Exception):
+    """There are not so many left."""
+
+
+async def place(order: CreateOrder, session: AsyncSession) -> None:
+    """Place an order, wherever it came from.
+
+    Raises:
+        SoldOutError: There is nothing to sell, and the order that was flushed must go with its claim.
+    """
+    session.add(Order(reference=order.reference, sku=order.sku, quantity=order.quantity))
+    await session.flush()
+    left = await session.scalar(
+        update(Stock)
+        .where(Stock.sku == order.sku, Stock.quantity >= order.quantity)
+        .values(quantity=Stock.quantity - order.quantity)
+        .returning(Stock.quantity)
+    )
+    if left is None:
+        raise SoldOutError(order.sku)
+
+
 class WrappingTable:
     """Gifts are wrapped by hand, so the request for one is slow: in flight until somebody says `done`."""
 
@@ -90,11 +115,16 @@ class WrappingTable:
 table = WrappingTable()
 
 
-@asynccontextmanager
-async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+async def create_tables() -> None:
     """Create the shop's tables. The table of claims is `dedup`'s own affair."""
     async with dedup.engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
+
+
+@asynccontextmanager
+async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    """Create the shop's tables."""
+    await create_tables()
     yield
 
 
@@ -102,21 +132,15 @@ app = FastAPI(title="Orders", lifespan=lifespan)
 app.add_middleware(DedupMiddleware, dedup=dedup)
 
 
-@app.post("/orders", status_code=201, dependencies=[Depends(Deduplicated(source="body", member="reference"))])
+@app.post("/orders", status_code=201, dependencies=[Depends(one_order)])
 async def create_order(order: CreateOrder, session: RequestSession) -> CreateOrder:
     """Take an order. Order, stock and claim are in one transaction, which commits before the 201 leaves."""
     if order.gift:
         await table.wrap(order.reference)
-    session.add(Order(reference=order.reference, sku=order.sku, quantity=order.quantity))
-    await session.flush()
-    left = await session.scalar(
-        update(Stock)
-        .where(Stock.sku == order.sku, Stock.quantity >= order.quantity)
-        .values(quantity=Stock.quantity - order.quantity)
-        .returning(Stock.quantity)
-    )
-    if left is None:
-        raise HTTPException(422, "not in stock")  # and the order that was flushed goes with its claim
+    try:
+        await place(order, session)
+    except SoldOutError as error:
+        raise HTTPException(422, "not in stock") from error
     return order
 
 

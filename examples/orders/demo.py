@@ -229,7 +229,7 @@ class Report:
 
     def total(self) -> None:
         """Add the last row: everything that was sent, and everything that is held."""
-        orders, claims = self._held("true", "scope = 'POST /orders'")
+        orders, claims = self._held("true", "scope = 'orders'")
         self._row("all of it", self._answers, orders, claims, copies=self.sent.total())
         if (orders, claims) != (len(self.sent), len(self.sent)):
             self.broken.append(f"the database does not hold {len(self.sent)} orders and as many claims")

@@ -325,7 +325,7 @@ async def _check(subscriber: Any, message: StreamMessage[Any], endpoint: str) ->
         msg = (
             f"{endpoint} does not acknowledge after COMMIT (ack_policy is {subscriber.ack_policy.name}), so "
             "a message whose work fails, or is in flight elsewhere, would be lost: subscribe with "
-            "ack_policy=AckPolicy.NACK_ON_ERROR or REJECT_ON_ERROR, on Kafka and Redis streams in a group"
+            "ack_policy=AckPolicy.NACK_ON_ERROR, and to Kafka and Redis streams in a group"
         )
     else:
         return

@@ -49,7 +49,8 @@ def _address_and_group(subscriber: Any, raw: Any) -> tuple[str, str | None]:
     if hasattr(subscriber, "channel"):  # a Redis channel
         return subscriber.channel.name, None
     if hasattr(subscriber, "group_id"):  # Kafka
-        return _value(raw.topic), subscriber.group_id
+        first = raw[0] if isinstance(raw, list | tuple) else raw
+        return _value(first.topic), subscriber.group_id
     if hasattr(subscriber, "stream"):  # JetStream; without a durable name, the queue becomes that
         durable = subscriber.config.durable_name or subscriber.queue
         stream = subscriber.stream.name

@@ -192,7 +192,7 @@ class SessionTransaction(ABC):
     """
 
     used: bool
-    _alone = True
+    _alone: bool | None = None
     _carried: tuple[Callable[[Connection], bool], Callable[[Connection], bool] | None] = (_always, None)
 
     @abstractmethod
@@ -253,6 +253,8 @@ class SessionTransaction(ABC):
         """Give the connection back; False where that would cost the app something."""
         # A rollback expires every object that the session has loaded, so only an unused one may end.
         session = self._session()
+        if self._alone is None:  # answered from memory, so nothing in the session is ours
+            return not session.in_transaction()
         if not self._alone or session.sync_session.identity_map:
             return False
         await session.rollback()

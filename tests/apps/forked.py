@@ -16,7 +16,16 @@ from typing import Any
 def forking() -> multiprocessing.context.ForkServerContext:
     """Return what starts processes by forking one that has everything imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "tests.apps.orders", "asyncpg", "httptools", "uvloop"])
+    context.set_forkserver_preload(
+        [
+            "pytest",
+            "tests.apps.orders",
+            "asyncpg",
+            "httptools",
+            "uvloop",
+            "tests.messaging.faststream_brokers",
+        ]
+    )
     return context
 
 

@@ -78,7 +78,7 @@ async def test_copies_of_an_order_are_one_order(server: Server) -> None:
     assert Counter(answer.status_code for answer in answers) == {201: 1, 409: 21}
     assert answers[0].json() == {"reference": "A-1", "sku": "tea", "quantity": 2, "gift": False}
     assert server.orders == [("A-1", "tea", 2)]
-    assert server.claims == [("POST /orders", "A-1"), ("POST /stock/tea", "1")]
+    assert server.claims == [("POST /stock/tea", "1"), ("orders", "A-1")]
     assert server.rows("SELECT quantity FROM stock") == [(8,)]
 
 
@@ -162,7 +162,7 @@ def report() -> Iterator[Report]:
                 "CREATE TABLE orders (reference TEXT)",
                 "CREATE TABLE dedup_claims (scope TEXT, logical_id TEXT)",
                 "INSERT INTO orders VALUES ('A-1'), ('A-1')",
-                "INSERT INTO dedup_claims VALUES ('POST /orders', 'A-1')",
+                "INSERT INTO dedup_claims VALUES ('orders', 'A-1')",
             ):
                 connection.execute(text(statement))
         engine.dispose()

@@ -1,3 +1,3 @@
 import pytest
 
-pytest.register_assert_rewrite("tests.http.world")
+pytest.register_assert_rewrite("tests.http.plain", "tests.http.world")

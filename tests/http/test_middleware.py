@@ -4,56 +4,16 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, Request, WebSocket
-from starlette.applications import Starlette
+from fastapi import FastAPI, Request, WebSocket
 from starlette.endpoints import HTTPEndpoint
-from starlette.middleware import Middleware
-from starlette.middleware.gzip import GZipMiddleware
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Host, Mount, Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Mount, Route, Router
+from starlette.types import Receive, Scope, Send
 
-from fastapi_dedup import ConfigurationError, Dedup, Deduplicated, DedupMiddleware, RequestSession
-from fastapi_dedup.http.dependency import request_session
-from tests.http.world import KEY, StartUpError, World, add, client, lifespan, problem, talk
-
-
-async def endpoint(request: Request) -> Response:
-    """Work in the request's session, as an endpoint of any framework does."""
-    session = await request_session(request)
-    await add(session, request.url.path)
-    return JSONResponse({"length": len(await request.body())}, 201)
-
-
-def starlette_app(world: World, *routes: Any, **options: Any) -> Starlette:
-    return Starlette(routes=[*routes], middleware=[Middleware(DedupMiddleware, dedup=world.dedup, **options)])
-
-
-async def raw(scope: Scope, receive: Receive, send: Send) -> None:
-    """Be an ASGI app that knows no framework, and no lifespan either."""
-    assert scope["type"] == "http"
-    body = b""
-    more = True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    status = 404 if scope["path"] == "/missing" else 201
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"%02d" % len(body)})
-
-
-async def check(c: Any, path: str, method: str = "POST") -> None:
-    """Send twice what middleware deduplicates on its own, and once without an id."""
-    assert (await c.request(method, path, content=b"xyz", headers={KEY: "k"})).status_code == 201
-    again = await c.request(method, path, content=b"xyz", headers={KEY: "k"})
-    assert (again.status_code, problem(again)) == (409, "duplicate")
-    other = await c.request(method, path, content=b"another", headers={KEY: "k"})
-    assert (other.status_code, problem(other)) == (422, "fingerprint-mismatch")
-    assert (await c.request(method, path, content=b"xyz")).status_code == 201
-    assert (await c.request(method, path, content=b"xyz", headers={KEY: ""})).status_code == 201
+from fastapi_dedup import Dedup, DedupMiddleware, RequestSession
+from tests.http.plain import check, endpoint, starlette_app
+from tests.http.world import KEY, World, add, client, problem
 
 
 async def test_on_a_fastapi_route_the_header_is_enough(world: World) -> None:
@@ -146,138 +106,6 @@ async def test_plain_starlette_routes_are_served_alike(world: World) -> None:
     assert await world.ids() == ["k"] * 4
 
 
-async def test_plain_routes_and_mounts_of_a_fastapi_app_are_served_alike(sqlite: World) -> None:
-    app = sqlite.app()
-    app.add_route("/plain", endpoint, methods=["POST"])
-    app.mount("/starlette", Starlette(routes=[Route("/deep", endpoint, methods=["POST"])]))
-    app.mount("/raw", raw)
-    async with client(app) as c:
-        for path in ("/plain", "/starlette/deep", "/raw/anything"):
-            await check(c, path)
-            assert (await c.get(path, headers={KEY: "k"})).status_code in {201, 405}
-    assert await sqlite.ids() == ["k"] * 3
-
-
-async def test_plain_routes_and_mounts_of_an_included_router_are_served_alike(sqlite: World) -> None:
-    app = sqlite.app()
-    router = APIRouter()
-    router.add_route("/plain", endpoint, methods=["POST"])
-    router.mount("/raw", raw)
-    router.mount("/starlette", Starlette(routes=[Route("/deep", endpoint, methods=["POST"])]))
-    app.include_router(router, prefix="/v1")
-    async with client(app) as c:
-        paths = ["/v1/plain", "/v1/starlette/deep", "/v1/raw/x"]
-        # Which of them a FastAPI serves at all differs between its releases.
-        served = [path for path in paths if (await c.post(path)).status_code != 404]
-        assert "/v1/plain" in served
-        for path in served:
-            await check(c, path)
-
-
-async def test_routes_behind_a_host_are_served_alike(sqlite: World) -> None:
-    app = starlette_app(sqlite, Host("test", Router([Route("/orders", endpoint, methods=["POST"])])))
-    async with client(app) as c:
-        await check(c, "/orders")
-
-
-@pytest.mark.parametrize("how", ["mounted", "included"])
-async def test_a_mounted_fastapi_app_is_served_like_one_of_its_own(world: World, how: str) -> None:
-    inner = FastAPI()
-
-    @inner.post("/orders", status_code=201)
-    async def create(request: Request, session: RequestSession) -> None:
-        await request.body()
-        await add(session, "a")
-
-    app = world.app()
-    if how == "mounted":
-        app.mount("/shop", inner)
-    else:
-        router = APIRouter()
-        router.mount("/shop", inner)
-        app.include_router(router)
-    async with client(app) as c:
-        if (await c.get("/shop/openapi.json")).status_code == 404:
-            pytest.skip("this FastAPI does not include mounts")
-        await check(c, "/shop/orders")
-    assert len(await world.orders()) == 3
-
-
-async def test_a_policy_in_a_mounted_app_is_kept(world: World) -> None:
-    # case A7
-    inner = FastAPI()
-    policy = Deduplicated("body", "sku", duplicate_status=202)
-
-    @inner.post("/orders", status_code=201, dependencies=[Depends(policy)])
-    async def create(body: dict[str, str], session: RequestSession) -> None:
-        await add(session, body["sku"])
-
-    app = world.app()
-    app.mount("/shop", inner)
-    async with client(app) as c:
-        assert (await c.post("/shop/orders", json={"sku": "a"})).status_code == 201
-        again = await c.post("/shop/orders", json={"sku": "a"})
-        assert (again.status_code, again.json()["duplicate"]) == (202, True)
-        assert (await c.post("/shop/orders", json={})).status_code == 400
-    assert await world.orders() == ["a"]
-
-
-async def test_an_asgi_app_may_be_wrapped(sqlite: World) -> None:
-    wrapped: ASGIApp = DedupMiddleware(raw, dedup=sqlite.dedup)
-    await sqlite.dedup.start()
-    async with talk(wrapped) as c:
-        await check(c, "/anything")
-        answer = await c.post("/other", content=b"abc", headers={KEY: "k"})
-        assert answer.text == "03"
-        for _ in range(2):
-            assert (await c.post("/missing", headers={KEY: "k"})).status_code == 404
-    assert await sqlite.scopes() == ["POST /anything", "POST /other"]
-
-
-@pytest.mark.parametrize("how", ["bare", "under a middleware"])
-async def test_a_fastapi_app_may_be_wrapped(world: World, how: str) -> None:
-    app = FastAPI()
-
-    @app.post("/orders", status_code=201, dependencies=[Depends(Deduplicated("body", "sku"))])
-    async def create(body: dict[str, str], session: RequestSession) -> None:
-        await add(session, body["sku"])
-
-    @app.post("/other", status_code=201)
-    async def other(request: Request) -> None:
-        await request.body()
-
-    inner: ASGIApp = app if how == "bare" else GZipMiddleware(app)
-    async with client(DedupMiddleware(inner, dedup=world.dedup)) as c:
-        assert (await c.post("/orders", json={"sku": "a"})).status_code == 201
-        again = await c.post("/orders", json={"sku": "a"})
-        assert (again.status_code, problem(again)) == (409, "duplicate")
-        await check(c, "/other")
-    assert await world.orders() == ["a"]
-
-
-@pytest.mark.parametrize("how", ["lifespan", "first request"])
-async def test_a_policy_behind_a_wrapping_middleware_is_inspected_like_any_other(
-    sqlite: World, how: str
-) -> None:
-    # What cannot be seen can be neither ordered after authentication nor refused.
-    app = FastAPI()
-
-    @app.put("/orders", dependencies=[Depends(Deduplicated(methods=["POST"]))])
-    async def put() -> None:
-        pass
-
-    wrapped = DedupMiddleware(GZipMiddleware(app), dedup=sqlite.dedup)
-    if how == "lifespan":
-        with pytest.raises(StartUpError, match="PUT /orders"):
-            async with lifespan(wrapped):
-                pass
-    else:
-        transport = httpx.ASGITransport(wrapped)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as c:
-            with pytest.raises(ConfigurationError, match="PUT /orders"):
-                await c.put("/orders")
-
-
 @pytest.mark.parametrize("plain", [True, False], ids=["starlette", "fastapi"])
 async def test_redirects_and_what_matches_no_route_claim_nothing(sqlite: World, *, plain: bool) -> None:
     fast = sqlite.app()
@@ -365,22 +193,6 @@ async def test_base_http_middlewares_inside_and_outside_change_nothing(world: Wo
         answer = await c.post("/orders", content=b"12345", headers={KEY: "new"})
         assert (answer.json(), answer.headers["x-length"]) == (5, "5")
     assert len(await world.orders()) == 4
-
-
-async def test_the_same_runtime_twice_is_one_exchange(world: World) -> None:
-    inner = FastAPI()
-    inner.add_middleware(DedupMiddleware, dedup=world.dedup)
-
-    @inner.post("/orders", status_code=201)
-    async def create(request: Request, session: RequestSession) -> None:
-        await request.body()
-        await add(session, "a")
-
-    app = world.app()
-    app.mount("/shop", inner)
-    async with client(app) as c:
-        await check(c, "/shop/orders")
-    assert world.kinds() == ["claimed", "committed", "duplicate", "mismatch"]
 
 
 async def test_the_middleware_needs_no_argument(

@@ -15,11 +15,15 @@ ROOT = Path(__file__).parent.parent.parent
 VARIABLE = "FASTAPI_DEDUP_OLDEST_PYTHON"
 CHOSEN = [
     "test_doors.py",  # the basic doors
+    "test_middleware.py",
+    "test_mounts.py",
     "test_precedence.py",
     "test_failures.py",  # cases A1, A3
     "test_commit.py",  # case A2
     "test_background.py",  # case A5
-    "test_startup.py",  # the refusal of two sessions
+    "test_startup.py",
+    "test_two_sessions.py",
+    "test_members.py",
     "test_openapi.py",
     "test_authentication.py",  # case A9
 ]

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import Depends, FastAPI
 from pydantic import BaseModel
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
-from fastapi_dedup import Dedup, DedupMiddleware
+from fastapi_dedup import ConfigurationError, Dedup, DedupMiddleware
 from fastapi_dedup.hooks import Event
 from fastapi_dedup.http.dependency import request_session
 
@@ -163,3 +164,21 @@ def problem(response: httpx.Response) -> str:
         return f"no problem but {response.status_code}: {response.text[:100]}"
     assert response.json()["status"] == response.status_code
     return str(response.json()["type"]).partition("#")[2]
+
+
+async def refusal_of(world: World, build: Callable[[FastAPI], None]) -> str:
+    """Return the message that an app is refused with: the same by lifespan and by a first request."""
+    app = world.app()
+    build(app)
+    with pytest.raises(StartUpError) as raised:
+        async with lifespan(app):
+            pass
+    app = world.app()
+    build(app)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as c:
+        for _ in range(2):
+            with pytest.raises(ConfigurationError) as met:
+                await c.post("/orders", headers={KEY: "k"})
+            assert str(met.value) == str(raised.value)
+    return str(raised.value)

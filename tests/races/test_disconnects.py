@@ -255,19 +255,20 @@ async def test_base_http_middleware_changes_no_outcome(
     backend: str, passing: dict[str, Any], path: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     async with served(url_of(backend, request, tmp_path), pool_size=1, **passing) as shop:
-        # Where a dependency commits whatever the handler returned, a returned error leaves its work.
-        returned = () if path == "/committed-by-dependency" else ("refuse",)
-        for verdict in ("raise", "time out", *returned):
+        left = 0
+        for verdict in ("raise", "time out", "refuse"):
             failing = order(shop, path)
             await (await shop.gate.visitor()).answer(verdict)
             assert (await failing).status in {500, 503}
-            assert await shop.ledger.holds("K") == (0, 0)
+            # Where a dependency commits whatever was returned, the work of "refuse" stays. Its id is free.
+            left += (verdict, path) == ("refuse", "/committed-by-dependency")
+            assert await shop.ledger.holds("K") == (left, 0)
 
         working = order(shop, path)
         await (await shop.gate.visitor()).answer("go")
         assert (await working).status == 201
         assert (await order(shop, path)).problem == "duplicate"
-        assert await shop.ledger.holds("K") == (1, 1)
+        assert await shop.ledger.holds("K") == (left + 1, 1)
 
 
 # case B3
@@ -338,8 +339,8 @@ async def test_a_server_told_to_stop_mid_request_leaves_claim_and_work_together(
                 assert (await working).status == 201
             else:
                 await at_work.gone()
-                with pytest.raises(ConnectionError):
-                    await working
+                with suppress(ConnectionError):  # it is either, as the socket is closed before or after
+                    assert (await working).status == 500
             assert await server.ended() in {0, -signal.SIGTERM}
 
             done = 1 if patient else 0

@@ -15,13 +15,13 @@ class Hands:
         explain: What shows the plan of the statement that follows.
         hold_up: Makes every claim elsewhere wait until this transaction ends.
         settings: Lists what a connection could leave behind for its next user.
-        held_locks: Counts the locks that a connection holds beyond its transaction; None where there are none.
+        held_locks: Counts the locks that a connection holds beyond its transaction; None where none can be.
         backend: Returns which process of the server serves this connection; None where there is no server.
         kill: Ends that process, and waits for its end.
         set_zone: Sets the time zone of new connections; None where connections have none.
         reset_zone: Undoes that.
         zone: Returns a connection's time zone.
-        stop_clock: Has a table `stopped.clock` be the clock of new connections; none where the driver does it.
+        stop_clock: Has a table `stopped.clock` be the clock of new connections; () where the driver does it.
         start_clock: Undoes that.
         strict: What a new connection needs to be told before it checks foreign keys.
         tables: Returns what tells our tables from others of their names; None where that costs more than
@@ -66,10 +66,9 @@ _POSTGRESQL = Hands(
     stop_clock=(
         "create schema stopped",
         "create table stopped.clock as select now() as at",
-        "create function stopped.clock_timestamp() returns timestamptz language sql volatile "
-        "as 'select at from stopped.clock'",
-        "create function stopped.now() returns timestamptz language sql stable "
-        "as 'select at from stopped.clock'",
+        "create function stopped.at() returns timestamptz language sql as 'select at from stopped.clock'",
+        "create function stopped.clock_timestamp() returns timestamptz language sql as 'select stopped.at()'",
+        "create function stopped.now() returns timestamptz language sql stable as 'select stopped.at()'",
         "alter database {database} set search_path = public, stopped, pg_catalog",
     ),
     start_clock=("drop schema stopped cascade", "alter database {database} reset search_path"),

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, String, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fastapi_dedup import Claim, Dedup
+from fastapi_dedup import Claim, ClaimInFlightError, Dedup, DuplicateError
 from fastapi_dedup.claims import Intent, Receipt
 from fastapi_dedup.refusals import Refusal
 from fastapi_dedup.stores.sql import SqlStore
@@ -166,6 +166,15 @@ class World:
     def session(self, **options: Any) -> AsyncSession:
         """Return a session of the app's, on the runtime's engine."""
         return AsyncSession(self.dedup.engine, expire_on_commit=False, **options)
+
+    async def claim_in(self, session: AsyncSession, logical_id: str = "news") -> object:
+        """Claim in a session of the app's, and leave the claim in it; return what kind of outcome it was."""
+        try:
+            async with self.dedup.claim(logical_id, scope="tests", session=session) as claim:
+                pass
+        except (DuplicateError, ClaimInFlightError) as refusal:
+            return type(refusal)
+        return type(claim)
 
     async def crash(self, session: AsyncSession) -> None:
         """Cut the session's connection, as a killed process would."""

@@ -14,7 +14,7 @@ import hashlib
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import LargeBinary, bindparam, event, exc, text
+from sqlalchemy import event, exc, text
 
 from fastapi_dedup.claims import Claimed, InFlight, Receipt, scope_text, verdict
 
@@ -57,7 +57,7 @@ _EXPIRED = """
 SELECT `key` FROM {table} WHERE expires_at <= UTC_TIMESTAMP(6)
  ORDER BY expires_at LIMIT :limit FOR UPDATE SKIP LOCKED
 """
-_DELETE = "DELETE FROM {table} WHERE `key` IN :keys"
+_DELETE = "DELETE FROM {table} WHERE `key` = :key"
 
 
 class MySQL:
@@ -77,9 +77,7 @@ class MySQL:
         self._renew = text(_RENEW.format(table=name))
         self._release = text(_RELEASE.format(table=name))
         self._expired = text(_EXPIRED.format(table=name))
-        self._delete = text(_DELETE.format(table=name)).bindparams(
-            bindparam("keys", expanding=True, type_=LargeBinary)
-        )
+        self._delete = text(_DELETE.format(table=name))
         self._table = name
 
     def claim(self, connection: Connection, intent: Intent, token: bytes) -> Outcome:
@@ -138,7 +136,11 @@ class MySQL:
     def reap(self, connection: Connection, limit: int) -> int:
         """Delete at most so many expired claims; rows that somebody holds are left for the next time."""
         keys = connection.execute(self._expired, {"limit": limit}).scalars().all()
-        return connection.execute(self._delete, {"keys": keys}).rowcount if keys else 0
+        if keys:
+            # Row by row: a list of keys may be answered by reading the whole table, and that would wait for
+            # claims in flight. The rows are locked by now, so each of them is deleted.
+            connection.execute(self._delete, [{"key": key} for key in keys])
+        return len(keys)
 
     def adopt(self, engine: Engine) -> None:
         """Have the engine's pool give back the locks of connections that come home."""

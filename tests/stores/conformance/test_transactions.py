@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from sqlalchemy import event, text
-from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from fastapi_dedup import (
     Claim,
     ClaimInFlightError,
-    ConfigurationError,
     Dedup,
     DuplicateError,
     FingerprintMismatchError,
@@ -180,271 +179,6 @@ async def test_another_unique_key_of_our_own_table_is_no_duplicate(world: World)
     assert isinstance(await world.run(NEWS), Duplicate)
 
 
-# Isolation levels
-
-
-LEVELS = ("REPEATABLE READ", "SERIALIZABLE")
-
-
-async def read_first(world: World, level: str) -> AsyncSession:
-    """Return a session of the app's whose transaction has read: at these levels, its snapshot is taken.
-
-    SQLite's driver begins no transaction before the first write, so nothing is taken there.
-    """
-    session = world.session()
-    if Promise.SNAPSHOTS in world.backend:
-        await session.connection(execution_options={"isolation_level": level})
-    await session.scalars(text("select sku from orders"))
-    return session
-
-
-async def claim_in(world: World, session: AsyncSession, wanted: str = "news") -> object:
-    """Claim in a session of the app's, and leave the claim in it; return the refusal, if it is one."""
-    try:
-        async with world.dedup.claim(wanted, scope="tests", session=session) as claim:
-            pass
-    except (DuplicateError, ClaimInFlightError) as refusal:
-        return type(refusal)
-    assert isinstance(claim, Claim)
-    return Claim
-
-
-HONEST = {DuplicateError, ClaimInFlightError}
-"""What a loser may be told that cannot see the winner: done, or "not yet" and to try again."""
-
-
-@pytest.mark.parametrize("level", LEVELS)
-async def test_a_claim_committed_behind_the_snapshot_is_refused(world: World, level: str) -> None:
-    # case F3
-    async with await read_first(world, level) as session, asyncio.timeout(SOON):
-        await world.claimed(NEWS)
-        assert await claim_in(world, session) in HONEST
-        session.add(Order(sku="after"))
-        await session.commit()
-    assert await world.orders() == ["after", "news"]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-async def test_a_claim_in_flight_is_in_flight_at_every_isolation_level(world: World, level: str) -> None:
-    # case F3
-    async with (
-        await read_first(world, level) as session,
-        world.attempt() as first,
-        asyncio.timeout(SOON),
-    ):
-        await first.claim(NEWS)
-        assert await claim_in(world, session) is ClaimInFlightError
-        await first.delivery.fail()
-        session.add(Order(sku="after"))
-        await session.commit()
-    assert await world.orders() == ["after"]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-async def test_a_free_id_is_claimed_at_every_isolation_level(world: World, level: str) -> None:
-    # case F3
-    async with await read_first(world, level) as session:
-        assert await claim_in(world, session) is Claim
-        session.add(Order(sku="news"))
-        await session.commit()
-    assert isinstance(await world.run(NEWS), Duplicate)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-async def test_an_expired_claim_is_taken_over_at_every_isolation_level(world: World, level: str) -> None:
-    # case E4
-    await world.claimed(NEWS)
-    await world.expire(NEWS)
-    async with await read_first(world, level) as session:
-        assert await claim_in(world, session) is Claim
-        await session.commit()
-    assert isinstance(await world.run(NEWS), Duplicate)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-async def test_an_expired_claim_that_was_renewed_behind_the_snapshot_is_refused(
-    world: World, level: str
-) -> None:
-    # case F3
-    await world.claimed(NEWS)
-    await world.expire(NEWS)
-    async with await read_first(world, level) as session, asyncio.timeout(SOON):
-        await world.claimed(NEWS)
-        assert await claim_in(world, session) in HONEST
-        session.add(Order(sku="after"))
-        await session.commit()
-    assert await world.orders() == ["after", "news", "news"]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-async def test_an_expired_claim_that_was_reaped_behind_the_snapshot_is_never_called_done(
-    world: World, level: str
-) -> None:
-    # Nobody has done the work inside a window: "duplicate" would lose it. "Not yet, try again" is honest.
-    await world.claimed(NEWS)
-    await world.expire(NEWS)
-    async with await read_first(world, level) as session, asyncio.timeout(SOON):
-        assert await world.dedup.reap() == 1
-        assert await claim_in(world, session) in {Claim, ClaimInFlightError}
-        session.add(Order(sku="after"))
-        await session.commit()
-
-
-async def test_an_id_that_nobody_has_claimed_is_never_called_done_under_serializable(world: World) -> None:
-    # SERIALIZABLE also fails for reasons of its own: here, each of the two has read what the other writes,
-    # for their claims share a page of the index.
-    async with await read_first(world, "SERIALIZABLE") as session, asyncio.timeout(SOON):
-        async with await read_first(world, "SERIALIZABLE") as other:
-            assert await claim_in(world, other, "other") is Claim
-            other.add(Order(sku="other"))
-            await other.commit()
-        try:
-            outcome = await claim_in(world, session, "news")
-        except StoreUnavailableError as error:
-            assert isinstance(error.__cause__, DBAPIError)  # noqa: PT017 - honest as well
-        else:
-            assert outcome in {Claim, ClaimInFlightError}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-async def test_one_of_many_claimants_runs_at_every_isolation_level(world: World, level: str) -> None:
-    # case F3
-    claimants = 6
-    line = asyncio.Barrier(claimants)
-
-    async def deliver() -> object:
-        async with await read_first(world, level) as session:
-            await line.wait()
-            outcome = await claim_in(world, session)
-            if outcome is Claim:
-                session.add(Order(sku="news"))
-                await session.commit()
-            return outcome
-
-    outcomes = await asyncio.gather(*(deliver() for _ in range(claimants)))
-    assert outcomes.count(Claim) == 1
-    assert {*outcomes} <= {Claim, *HONEST}
-    assert await world.orders() == ["news"]
-
-
-async def test_a_transaction_that_sees_the_past_is_refused_or_told_that_it_cannot_write(world: World) -> None:
-    # case F8: an app that begins its transactions itself, and reads, has a snapshot on SQLite too
-    if world.engine.dialect.name == "sqlite":
-        await world.execute("pragma journal_mode = wal")  # else a reader keeps every writer from committing
-    async with world.session() as session, asyncio.timeout(SOON):
-        options = {"isolation_level": LEVELS[0]} if Promise.SNAPSHOTS in world.backend else {}
-        connection = await session.connection(execution_options=options)
-        if Promise.SNAPSHOTS not in world.backend:
-            await connection.exec_driver_sql("begin")
-        await session.scalars(text("select sku from orders"))
-        await world.claimed(NEWS)
-        if Promise.SNAPSHOTS in world.backend:
-            assert await claim_in(world, session) in HONEST
-        else:
-            with pytest.raises(StoreUnavailableError) as raised:
-                await claim_in(world, session)
-            assert isinstance(raised.value.__cause__, DBAPIError)
-        assert (await session.scalars(text("select sku from orders"))).all() == []
-        await session.rollback()
-        assert await claim_in(world, session) is DuplicateError
-    assert await world.orders() == ["news"]
-
-
-async def test_a_claim_that_no_rollback_can_undo_is_refused_or_released(world: World) -> None:
-    # In autocommit a ROLLBACK undoes nothing: the failed handler's claim would stay for the whole window.
-    dedup = world.runtime(engine=create_async_engine(world.url, isolation_level="AUTOCOMMIT"))
-    with pytest.raises((ConfigurationError, RuntimeError)):
-        async with dedup.claim("news", scope="tests"):
-            raise RuntimeError
-    assert await world.rows() == []
-
-
-# Savepoints
-
-
-BEFORE = ("nothing", "a SELECT", "a write")
-
-
-async def begun(world: World, before: str) -> AsyncSession:
-    """Return a session of the app's in which something has happened already."""
-    session = world.session()
-    if before == "a SELECT":
-        await session.scalars(text("select sku from orders"))
-    elif before == "a write":
-        session.add(Order(sku="before"))
-        await session.flush()
-    return session
-
-
-@pytest.mark.parametrize("before", BEFORE)
-async def test_a_claim_in_a_savepoint_that_is_rolled_back_is_free_at_once(world: World, before: str) -> None:
-    # case F7
-    async with await begun(world, before) as session, asyncio.timeout(SOON):
-        savepoint = await session.begin_nested()
-        assert await claim_in(world, session) is Claim
-        session.add(Order(sku="undone"))
-        await session.flush()
-        await savepoint.rollback()
-        if Promise.WRITES_SIDE_BY_SIDE not in world.backend:
-            await session.commit()  # the id is free before, but the one writer's lock is not
-        await world.claimed(NEWS)
-        assert isinstance(await world.run(NEWS, world.runtime()), Duplicate)
-        await session.commit()
-    assert await world.orders() == (["before", "news"] if before == "a write" else ["news"])
-
-
-@pytest.mark.parametrize("before", BEFORE)
-async def test_a_claim_in_a_released_savepoint_shares_the_fate_of_the_transaction_around(
-    world: World, before: str
-) -> None:
-    # case F7: SQLite commits the first savepoint of a transaction that has not begun
-    for ending in ("rollback", "commit"):
-        async with await begun(world, before) as session:
-            async with session.begin_nested():
-                assert await claim_in(world, session) is Claim
-                session.add(Order(sku="work"))
-            await getattr(session, ending)()
-        kept = ending == "commit"
-        assert await world.count("orders", "sku = 'work'") == kept, ending
-        assert await world.count() == kept, ending
-
-
-async def test_a_savepoint_inside_the_claims_block_does_not_touch_the_claim(world: World) -> None:
-    # case F7
-    async with world.dedup.claim("news", scope="tests") as claim:
-        savepoint = await claim.session.begin_nested()
-        claim.session.add(Order(sku="undone"))
-        await claim.session.flush()
-        await savepoint.rollback()
-        async with claim.session.begin_nested():
-            claim.session.add(Order(sku="kept"))
-    assert await world.orders() == ["kept"]
-    assert isinstance(await world.run(NEWS), Duplicate)
-
-
-async def test_an_id_whose_savepoint_was_rolled_back_may_be_claimed_again_in_the_same_transaction(
-    world: World,
-) -> None:
-    async with world.session() as session:
-        for ending in ("rollback", "commit"):
-            savepoint = await session.begin_nested()
-            assert await claim_in(world, session) is Claim, ending
-            await getattr(savepoint, ending)()
-        await session.commit()
-    assert await world.count() == 1
-
-
-async def test_a_handler_that_raises_in_its_savepoint_frees_the_id(world: World) -> None:
-    # case F7
-    async with world.session() as session:
-        with pytest.raises(RuntimeError):
-            async with session.begin_nested(), world.dedup.claim("news", scope="tests", session=session):
-                raise RuntimeError
-        await session.commit()
-    assert await world.rows() == []
-    await world.claimed(NEWS)
-
-
 # Reading before claiming, and claiming several ids
 
 
@@ -458,7 +192,7 @@ async def test_twenty_requests_that_read_first_all_get_an_answer(world: World, i
         async with world.session() as session:
             await session.scalars(text("select sku from orders"))  # who is it?
             await asyncio.sleep(0)
-            outcome = await claim_in(world, session, name)
+            outcome = await world.claim_in(session, name)
             if outcome is Claim:
                 session.add(Order(sku=name))
                 await session.commit()
@@ -472,7 +206,8 @@ async def test_twenty_requests_that_read_first_all_get_an_answer(world: World, i
 @pytest.mark.parametrize("neighbours", ["one process", "many processes"])
 async def test_batches_in_opposite_order_never_deadlock(world: World, neighbours: str) -> None:
     # case F6
-    rounds = 200 if world.engine.dialect.name == "postgresql" else 50
+    many = neighbours == "many processes" and Promise.WRITES_SIDE_BY_SIDE in world.backend
+    rounds = 200 if many else 50
     elsewhere = world.dedup if neighbours == "one process" else world.runtime()
     met: list[object] = []
 
