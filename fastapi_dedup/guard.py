@@ -212,7 +212,8 @@ class GenerationalGuard:
     def forget(self, beginning: str | bytes) -> bool:
         """Forget the processed ids that begin so, and let no attempt at one that is in flight be remembered.
 
-        Returns whether one was forgotten. It looks at every id: for an operator, not for every message.
+        Returns whether one was forgotten. Ids with a destination are left alone. It looks at every id: for an
+        operator, not for every message.
         """
         length, found = len(beginning), False
         with self._lock:

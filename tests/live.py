@@ -114,6 +114,10 @@ def process(app: str, *, workers: int = 1, environ: Mapping[str, str] | None = N
         server.kill(signal.SIGTERM)
 
 
+_PATIENCE = 60.0
+"""Seconds. An answer that never comes is a failure, and not a test that hangs."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """What a server answered; the names of headers are in small letters."""
@@ -135,9 +139,14 @@ class Reply:
 
 
 class Caller:
-    """One connection to a server, so bare that a test can hang up, and hundreds at once cost little."""
+    """One connection to a server, so bare that a test can hang up, and hundreds at once cost little.
+
+    Attributes:
+        answered: Whether an answer has begun to arrive.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.answered = False
         self._reader = reader
         self._writer = writer
 
@@ -169,11 +178,12 @@ class Caller:
             ConnectionError: The connection ended before it.
         """
         try:
-            head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-            headers = {
-                name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)
-            }
-            body = await self._reader.readexactly(int(headers.get("content-length", "0")))
+            async with asyncio.timeout(_PATIENCE):
+                head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                lines = [line.partition(": ") for line in head[1:] if line]
+                headers = {name.lower(): value for name, _, value in lines}
+                self.answered = True
+                body = await self._reader.readexactly(int(headers.get("content-length", "0")))
         except asyncio.IncompleteReadError as error:
             msg = "the server hung up"
             raise ConnectionResetError(msg) from error

@@ -1,1 +1,1 @@
-"""A shop that takes orders: `app.py` is the service, `consumer.py` takes them from a queue too, `demo.py` sends some."""
+"""A shop: `app.py` takes orders over HTTP, `consumer.py` from a queue; `demo.py` sends some in earnest."""

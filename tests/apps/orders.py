@@ -44,7 +44,7 @@ class Settings:
     url: str
     pool_size: int = 0
     gate: int = 0
-    wait_timeout: float = 30.0
+    wait_timeout: float = 3600.0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
@@ -53,7 +53,7 @@ class Settings:
             url=environ.get("ORDERS_URL", "sqlite+aiosqlite:///orders.db"),
             pool_size=int(environ.get("ORDERS_POOL_SIZE", "0")),
             gate=int(environ.get("ORDERS_GATE", "0")),
-            wait_timeout=float(environ.get("ORDERS_WAIT_TIMEOUT", "30")),
+            wait_timeout=float(environ.get("ORDERS_WAIT_TIMEOUT", "3600")),
         )
 
     def environ(self) -> dict[str, str]:
@@ -118,6 +118,10 @@ class Shop:
             case "time out":
                 async with asyncio.timeout(0.01):
                     await asyncio.Event().wait()
+            case "commit and raise":
+                await session.commit()
+                msg = "the handler failed after its COMMIT, as the test wished"
+                raise RuntimeError(msg)
             case "query for ever":
                 await session.execute(text("select pg_sleep(600)"))
         return JSONResponse({"sku": order.sku}, status_code=201)

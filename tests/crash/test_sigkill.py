@@ -55,9 +55,13 @@ async def kill_again_and_again(server: Forked, ledger: Ledger, path: str, point:
     disagreements: list[str] = []
     for number in range(rounds):
         sku = f"{point}-{number}"
+        caller = await Caller.connect(server.url)
         with pytest.raises(ConnectionError):
-            await call(server.url, "POST", path, {"sku": sku}, {"Kill-At": point})
+            await caller.call("POST", path, {"sku": sku}, {"Kill-At": point})
+        caller.hang_up()
         assert await server.ended() == KILLED
+        if caller.answered:
+            disagreements.append(f"{sku}: an answer had begun when the server died {point}")
 
         seen = await ledger.holds(sku)
         if seen != expected:

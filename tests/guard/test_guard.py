@@ -16,25 +16,13 @@ import pytest
 
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.guard import Attempt, GenerationalGuard, GuardEvent, Seen
+from tests.guard.doors import Clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 WINDOW = timedelta(seconds=60)
 HALF = 30.0
-
-
-class Clock:
-    """A clock that moves when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture
@@ -513,6 +501,15 @@ def test_an_attempt_beyond_the_ceiling_runs_untracked(clock: Clock) -> None:
     assert all(attempt.seen is Seen.NEW for attempt in held)
 
 
+def test_an_attempt_may_outlive_its_block(guard: GenerationalGuard) -> None:
+    with guard.attempt("a") as attempt:
+        attempt.keep()
+
+    assert guard.look("a") is Seen.IN_FLIGHT
+    attempt.complete()
+    assert guard.look("a") is Seen.PROCESSED
+
+
 # In front of a durable store
 
 
@@ -568,6 +565,69 @@ def test_no_duplicate_is_called_beyond_its_claim(
             assert clock.now < begun_at + claim_seconds
             clock.advance(0.7)
         clock.advance(0.3)
+
+
+# Forgetting
+
+
+def test_what_begins_so_is_forgotten_and_nothing_else(guard: GenerationalGuard, clock: Clock) -> None:
+    for logical_id in (b"a1", b"a2", b"b1", b"1a", b"a", "a1"):
+        guard.begin(logical_id)
+        guard.complete(logical_id)
+    guard.begin(b"a3")
+    clock.advance(HALF)
+    guard.begin(b"a4")
+    guard.complete(b"a4")
+
+    assert guard.forget(b"a")
+    assert not guard.forget(b"a")
+    known: dict[Seen, list[str | bytes]] = {
+        Seen.PROCESSED: [b"b1", b"1a", "a1"],
+        Seen.IN_FLIGHT: [b"a3"],
+        Seen.NEW: [b"a1", b"a2", b"a", b"a4"],
+    }
+    for seen, ids in known.items():
+        assert {guard.look(logical_id) for logical_id in ids} == {seen}
+
+
+def test_destinations_do_not_matter_to_what_begins_so(guard: GenerationalGuard) -> None:
+    run(guard, "a", "x")
+
+    assert not guard.forget("a")
+    assert guard.look("a", "x") is Seen.PROCESSED
+
+
+def test_an_attempt_that_was_forgotten_in_flight_is_not_remembered(guard: GenerationalGuard) -> None:
+    attempt, other = guard.attempt("a"), guard.attempt("b")
+    guard.forget("a")
+
+    assert guard.look("a") is Seen.IN_FLIGHT
+    attempt.complete()
+    other.complete()
+    assert (guard.look("a"), guard.look("b")) == (Seen.NEW, Seen.PROCESSED)
+    with guard.attempt("a") as successor:
+        successor.complete()
+    assert guard.look("a") is Seen.PROCESSED
+
+
+# A guard like another one
+
+
+def test_a_guard_with_another_window_is_like_the_first_otherwise(clock: Clock) -> None:
+    told: list[GuardEvent] = []
+    first = GenerationalGuard(WINDOW, 4, identity="id", clock=clock, on_event=told.append)
+    run(first, "a")
+    second = first.with_window(WINDOW / 2)
+
+    assert (first.window, second.window) == (WINDOW, WINDOW / 2)
+    assert run(second, "a", "x")
+    assert not run(second, "a", "y")
+    assert told == [GuardEvent.SUPPRESSED]
+    clock.advance(HALF)
+    assert (first.look("a"), second.look("a")) == (Seen.PROCESSED, Seen.NEW)
+    for number in range(9):
+        run(second, str(number))
+    assert second.snapshot().tracked <= 4
 
 
 # Threads

@@ -24,10 +24,11 @@ CLAIM_WINDOWS = st.sampled_from([1.0, 4.0, 6.0, 8.0, 12.0, 100.0])
 
 @dataclass
 class Begun:
-    """An id in flight: when it was begun, and by which attempt, if by one."""
+    """An id in flight: when it was begun, by which attempt, if by one, and whether it was forgotten since."""
 
     at: float
     attempt: Attempt | None
+    forgotten: bool = False
 
 
 @dataclass
@@ -94,6 +95,8 @@ class GuardAgainstModel(RuleBasedStateMachine):
         if begun.attempt is None:
             self.guard.complete(logical_id)
             self.succeed(logical_id)
+        elif begun.forgotten:
+            begun.attempt.complete()
         elif claim_window is None:
             begun.attempt.complete()
             self.succeed(logical_id)
@@ -116,6 +119,15 @@ class GuardAgainstModel(RuleBasedStateMachine):
         self.guard.release(logical_id)
         self.in_flight.pop(logical_id, None)
         self.done.pop(logical_id, None)
+
+    @rule(logical_id=IDS)
+    def forget(self, logical_id: str) -> None:
+        seen = self.guard.look(logical_id)
+        self.judge(logical_id, seen)
+        assert self.guard.forget(logical_id) == (seen is Seen.PROCESSED)
+        self.done.pop(logical_id, None)
+        if logical_id in self.in_flight:
+            self.in_flight[logical_id].forgotten = True
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())

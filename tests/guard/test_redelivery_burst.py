@@ -172,8 +172,11 @@ async def test_of_a_burst_of_redeliveries_nothing_that_was_handled_runs_twice_wh
         await service.until_settled(HANDLED)
         assert await broker.drained(topic)
         assert await broker.dead(topic) == []
-    assert service.entered == {n: 1 if guarded and n < HANDLED else 2 for n in range(MESSAGES)}
-    assert service.done == {n: 1 if guarded or n >= HANDLED else 2 for n in range(MESSAGES)}
+    handled = range(HANDLED)
+    assert {service.entered[number] for number in handled} == {1 if guarded else 2}
+    assert {service.done[number] for number in handled} == {1 if guarded else 2}
+    if guarded:
+        assert service.done == dict.fromkeys(range(MESSAGES), 1)
 
 
 async def test_a_message_that_is_requeued_because_its_handler_failed_runs_again(

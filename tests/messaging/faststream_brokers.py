@@ -93,7 +93,7 @@ class FastStreamJetStream(JetStream):
         name, _, durable = endpoint.partition("/")
         broker = NatsBroker(
             self._consumers_url,
-            reconnect_time_wait=0.1,
+            reconnect_time_wait=0.1,  # type: ignore[arg-type]  # nats-py takes fractions
             max_reconnect_attempts=-1,
             middlewares=[DeduplicatingMiddleware(dedup, *policies, pause=pause)],
             logger=None,

@@ -63,7 +63,7 @@ KINDS = {
     "kafka": Kind(
         KafkaBroker,
         TestKafkaBroker,
-        lambda address: {"group_id": "shop", "ack_policy": AckPolicy.NACK_ON_ERROR},
+        lambda _: {"group_id": "shop", "ack_policy": AckPolicy.NACK_ON_ERROR},
         lambda address: {"topic": address},
         "{address}/shop",
     ),
@@ -115,10 +115,13 @@ class Stream:
     broker: Any
     messages: list[StreamMessage[Any]] = field(default_factory=list)
 
-    def subscriber(self, address: str = "orders", **options: Any) -> Any:
+    def subscriber(self, address: str = "orders", **options: Any) -> Callable[..., Any]:
         """Return a subscriber to an address: options win over the kind's."""
         topics = (address,) if self.kind.broker is KafkaBroker else ()
-        return self.broker.subscriber(*topics, **{**self.kind.subscribe(address), **options})
+        subscriber: Callable[..., Any] = self.broker.subscriber(
+            *topics, **{**self.kind.subscribe(address), **options}
+        )
+        return subscriber
 
     async def publish(self, body: object, address: str = "orders", **headers: str) -> None:
         """Publish; `_` in the headers' names stands for `-`."""

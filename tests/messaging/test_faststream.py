@@ -9,7 +9,14 @@ import pytest
 from faststream import AckPolicy, Context, Depends
 from faststream.exceptions import AckMessage
 from faststream.kafka import KafkaBroker
-from faststream.rabbit import RabbitBroker, RabbitExchange, RabbitQueue, RabbitRouter, TestRabbitBroker
+from faststream.rabbit import (
+    ExchangeType,
+    RabbitBroker,
+    RabbitExchange,
+    RabbitQueue,
+    RabbitRouter,
+    TestRabbitBroker,
+)
 from faststream.redis import RedisBroker, StreamSub, TestRedisBroker
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -167,7 +174,7 @@ async def test_an_error_of_ours_that_a_handler_raises_is_the_handler_s(
 
     @stream.subscriber()
     @deduplicated(BY_SKU)
-    async def on_order(order: Order, session: MessageSession) -> None:
+    async def on_order(order: Order) -> None:
         raise ConfigurationError(order.sku)
 
     async with stream.running():
@@ -197,12 +204,11 @@ async def test_a_duplicate_has_no_result_to_publish(rabbitmq_in_memory: Stream) 
     stream = rabbitmq_in_memory
     replies: list[str] = []
 
-    @stream.subscriber()
-    @stream.broker.publisher("replies")
-    @deduplicated(BY_SKU)
     async def on_order(order: Order, session: MessageSession) -> str:
-        await session.execute(text("select 1"))
+        await add(order, session)
         return f"ordered {order.sku}"
+
+    stream.subscriber()(stream.broker.publisher("replies")(deduplicated(BY_SKU)(on_order)))
 
     @stream.subscriber("replies")
     async def on_reply(reply: str) -> None:
@@ -227,7 +233,7 @@ async def test_the_default_scope_names_the_place_and_its_group(kind: Kind, world
 
 async def test_an_id_that_fans_out_to_two_endpoints_runs_once_in_each(world: World) -> None:  # case G1
     stream = stream_of(KINDS["rabbitmq"], world, BY_SKU)
-    exchange = RabbitExchange("orders", type="fanout")
+    exchange = RabbitExchange("orders", type=ExchangeType.FANOUT)
     for queue in ("billing", "shipping"):
         stream.broker.subscriber(queue, exchange)(add)
     async with stream.running():
@@ -262,7 +268,7 @@ async def test_where_no_group_shares_the_messages_each_handler_gets_them(  # cas
 
 async def test_a_router_s_prefix_is_part_of_the_place(world: World) -> None:
     broker = RabbitBroker(middlewares=[DeduplicatingMiddleware(world.dedup, BY_SKU)])
-    shop = RabbitExchange("shop", type="topic")
+    shop = RabbitExchange("shop", type=ExchangeType.TOPIC)
     for prefix in ("eu.", "us."):
         router = RabbitRouter(prefix=prefix)
         router.subscriber(RabbitQueue("orders", routing_key="placed.*"), shop)(add)
@@ -362,16 +368,8 @@ async def test_of_a_subscriber_s_handlers_the_one_that_takes_the_message_has_its
     stream = rabbitmq_in_memory
     subscriber = stream.subscriber()
 
-    @subscriber(filter=lambda message: message.headers.get("kind") == "order")
-    @deduplicated(BY_SKU)
-    async def on_order(order: Order, session: MessageSession) -> None:
-        await add(order, session)
-
-    @subscriber
-    @deduplicated(Deduplicated(scope="others"))
-    async def on_other(order: Order, session: MessageSession) -> None:
-        await add(order, session)
-
+    subscriber(deduplicated(BY_SKU)(add), filter=lambda message: message.headers.get("kind") == "order")
+    subscriber(deduplicated(Deduplicated(scope="others"))(add))
     async with stream.running():
         await stream.publish(TEA, kind="order")
         await stream.publish(TEA, kind="other", deduplication_id="1")
@@ -474,7 +472,9 @@ async def test_a_handler_that_never_uses_the_claim_s_transaction_is_warned_of_on
     async with stream.running():
         for sku in ("tea", "cocoa"):
             await stream.publish(Order(sku=sku))
-    assert [record.levelno for record in caplog.records if "never uses" in record.message] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if "never uses" in record.message] == [
+        logging.WARNING
+    ]
 
 
 # What is refused

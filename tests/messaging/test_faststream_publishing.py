@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import pytest
 from faststream import Context
+from faststream.kafka import KafkaBroker, TestKafkaBroker
 from faststream.nats import NatsBroker
 from faststream.rabbit import RabbitBroker, TestRabbitBroker
 from faststream.response import Response
@@ -43,13 +44,15 @@ async def published(
     broker = kind.broker(middlewares=[StampingMiddleware(identities, **options)])
     topics = ("orders",) if "topic" in kind.publish("orders") else ()
 
-    @broker.subscriber(*topics, **kind.subscribe("orders"))
     async def on_order(headers: Headers) -> None:
         arrived.update(headers)
 
+    broker.subscriber(*topics, **kind.subscribe("orders"))(on_order)
     async with kind.in_memory(broker):
         await broker.publish(body, **kind.publish("orders"), headers=headers)
-    return {name: value for name, value in arrived.items() if name.lower() in {"deduplication-id", "nats-msg-id"}}
+    return {
+        name: value for name, value in arrived.items() if name.lower() in {"deduplication-id", "nats-msg-id"}
+    }
 
 
 def stamp(kind: Kind, logical_id: str) -> dict[str, str]:
@@ -115,7 +118,9 @@ async def test_a_reply_has_the_identity_of_its_own_type_and_not_that_of_the_mess
     @broker.subscriber("orders")
     @broker.publisher("replies")
     async def on_order(sku: str) -> Any:
-        return Placed(sku=f"{sku}, ordered") if sku == "tea" else Response("sold out", headers={"why": "stock"})
+        return (
+            Placed(sku=f"{sku}, ordered") if sku == "tea" else Response("sold out", headers={"why": "stock"})
+        )
 
     @broker.subscriber("replies")
     async def on_reply(headers: Headers) -> None:
@@ -127,19 +132,20 @@ async def test_a_reply_has_the_identity_of_its_own_type_and_not_that_of_the_mess
     assert arrived == ["tea, ordered", None]
 
 
-@pytest.mark.parametrize(("bodies", "told"), [([Placed(sku="tea"), Placed(sku="cocoa")], True), (["a", "b"], False)])
+@pytest.mark.parametrize(
+    ("bodies", "told"), [([Placed(sku="tea"), Placed(sku="cocoa")], True), (["a", "b"], False)]
+)
 async def test_the_messages_of_a_batch_share_their_headers_so_none_is_stamped(
     bodies: list[Any], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kafka = KINDS["kafka"]
     arrived: list[str | None] = []
-    broker = kafka.broker(middlewares=[StampingMiddleware(Identities())])
+    broker = KafkaBroker(middlewares=[StampingMiddleware(Identities())])
 
     @broker.subscriber("orders", group_id="shop")
     async def on_order(headers: Headers) -> None:
         arrived.append(headers.get("deduplication-id"))
 
-    async with kafka.in_memory(broker):
+    async with TestKafkaBroker(broker):
         await broker.publish_batch(*bodies, topic="orders")
         await broker.publish_batch(Placed(sku="alone"), topic="orders")
     assert arrived == [None, None, "alone"]

@@ -68,7 +68,7 @@ async def served(
     database: str,
     *,
     pool_size: int = 5,
-    wait_timeout: float = 30.0,
+    wait_timeout: float = 3600.0,
     inside: Middleware | None = None,
     outside: Middleware | None = None,
     **options: Any,

@@ -65,6 +65,27 @@ async def test_a_refused_duplicate_is_told_not_yet_and_a_retry_after_the_failure
         assert shop.gate.visits == 2
 
 
+# case A3, DESIGN.md §4.3
+@pytest.mark.parametrize("path", ["/orders", "/waiting", "/committed-by-handler", "/committed-by-dependency"])
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_handler_that_committed_and_failed_then_has_its_id_given_back(
+    backend: str, path: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    async with served(url_of(backend, request, tmp_path), pool_size=1) as shop:
+        first = order(shop.url, path)
+        await (await shop.gate.visitor()).answer("commit and raise")
+        assert (await first).status == 500
+
+        async def the_id_is_free() -> bool:
+            return await shop.ledger.holds("K") == (1, 0)
+
+        await until(the_id_is_free)  # the handler's work stays, for that was its wish
+        again = order(shop.url, path)
+        await (await shop.gate.visitor()).answer("go")
+        assert (await again).status == 201
+        assert await shop.ledger.holds("K") == (2, 1)
+
+
 # case F1
 @pytest.mark.parametrize("verdict", ["raise", "refuse"])
 @pytest.mark.parametrize("backend", BACKENDS)

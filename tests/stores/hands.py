@@ -13,6 +13,7 @@ class Hands:
         expire: Assignments that end a claim's window just now.
         fill: Inserts `:total` claims, of which the first `:expired` have expired, one second after the other.
         explain: What shows the plan of the statement that follows.
+        range_scan: How a plan says that the index gives the expired claims, and no others.
         hold_up: Makes every claim elsewhere wait until this transaction ends.
         settings: Lists what a connection could leave behind for its next user.
         held_locks: Counts the locks that a connection holds beyond its transaction; None where none can be.
@@ -31,6 +32,7 @@ class Hands:
     expire: str
     fill: str
     explain: str
+    range_scan: str
     hold_up: str
     settings: str
     held_locks: str | None = None
@@ -55,6 +57,7 @@ _POSTGRESQL = Hands(
           from generate_series(1, :total) as n
     """,
     explain="explain",
+    range_scan="Index Cond: (expires_at <=",
     hold_up="lock table dedup_claims in access exclusive mode",
     settings="select name, setting from pg_settings where source <> 'client' order by 1",
     held_locks="select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()",
@@ -87,6 +90,7 @@ _SQLITE = Hands(
           from numbers where n <= :total
     """,
     explain="explain query plan",
+    range_scan="(expires_at<?)",
     hold_up="begin immediate",
     settings="select timeout from pragma_busy_timeout()",
     strict="pragma foreign_keys = on",

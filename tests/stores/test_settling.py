@@ -371,3 +371,18 @@ async def test_a_claim_in_a_savepoint_fails_without_those_around_it(world: World
     assert await world.orders() == ["outer"]
     assert isinstance(await world.run(intent("outer")), Duplicate)
     assert isinstance(await world.run(intent("inner")), Claim)
+
+
+async def test_a_statement_that_fails_in_a_savepoint_of_its_own_spoils_nothing(
+    world: World, owner: str
+) -> None:
+    async def handler(session: AsyncSession) -> None:
+        await work(session)
+        with suppress(DBAPIError):
+            async with session.begin_nested():
+                await session.execute(text("select * from no_such_table"))
+
+    async with claiming(world, owner) as session:
+        await handler(session)
+    assert await world.orders() == ["news"]
+    assert isinstance(await world.run(NEWS), Duplicate)

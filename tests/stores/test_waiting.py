@@ -1,0 +1,81 @@
+"""Waiting for the outcome of a twin: without a connection, and with the right answer in the end."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from fastapi_dedup import ClaimInFlightError, Dedup, DuplicateError
+from fastapi_dedup.claims import Claim, Duplicate
+from tests.stores.promises import Promise
+from tests.stores.worlds import SOON, Order, World, intent
+
+NEWS = intent("news")
+WAITERS = 20
+
+
+async def wait_for(dedup: Dedup, seconds: float = SOON) -> type:
+    """Claim as a duplicate that waits; do the work where it may."""
+    patience = timedelta(seconds=seconds)
+    try:
+        async with dedup.claim("news", scope="tests", in_flight="wait", wait_timeout=patience) as claim:
+            claim.session.add(Order(sku="news"))
+    except (DuplicateError, ClaimInFlightError) as refusal:
+        return type(refusal)
+    return Claim
+
+
+@pytest.mark.parametrize("ending", ["succeed", "fail"])
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+async def test_those_who_wait_hold_no_connection_and_all_get_the_right_answer(
+    world: World, ending: str, where: str
+) -> None:
+    # cases F1, F2
+    engine = create_async_engine(world.url, pool_size=2, max_overflow=0, pool_timeout=SOON)
+    waiting_here = world.runtime(engine=engine)
+    holds_here = where == "here" or Promise.SEES_TWINS_ELSEWHERE not in world.backend
+    async with world.attempt(waiting_here if holds_here else world.dedup) as first, asyncio.timeout(2 * SOON):
+        await first.claim(NEWS)
+        await first.work("news")
+        waiters = [asyncio.create_task(wait_for(waiting_here)) for _ in range(WAITERS)]
+        await asyncio.sleep(0.2)
+        assert not any(waiter.done() for waiter in waiters)
+        async with engine.connect() as unrelated:  # the pool has one to spare, or will have at once
+            assert await unrelated.scalar(text("select 1")) == 1
+        await getattr(first.delivery, ending)()
+        outcomes = await asyncio.gather(*waiters)
+    assert outcomes.count(Claim) == (ending == "fail")
+    assert {*outcomes} <= {Claim, DuplicateError}
+    assert await world.orders() == ["news"]
+
+
+async def test_who_has_waited_long_enough_is_told_that_the_twin_is_still_in_flight(world: World) -> None:
+    async with world.attempt() as first, asyncio.timeout(SOON):
+        await first.claim(NEWS)
+        assert await wait_for(world.dedup, 0.1) is ClaimInFlightError
+        await first.delivery.succeed()
+    assert isinstance(await world.run(NEWS), Duplicate)
+
+
+async def test_who_waits_in_a_session_that_was_used_before_is_answered_at_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    # its connection cannot be given back: the app has something open in it
+    async with world.attempt() as first, world.session() as session, asyncio.timeout(SOON):
+        await first.claim(NEWS)
+        await session.execute(text("select sku from orders"))
+        with pytest.raises(ClaimInFlightError):
+            async with world.dedup.claim(
+                "news",
+                scope="tests",
+                session=session,
+                in_flight="wait",
+                wait_timeout=timedelta(hours=1),
+            ):
+                raise AssertionError
+        assert "cannot wait" in caplog.text
+        await first.delivery.fail()
