@@ -63,5 +63,5 @@ $(OLDEST)/.installed: pyproject.toml
 	@echo "Installing the oldest supported versions into $(OLDEST) ..."
 	@$(PYTHON) -m venv $(OLDEST)
 	@$(OLDEST)/bin/python -c "$$PRINT_FLOORS" > $(OLDEST)/floors.txt
-	@$(OLDEST)/bin/python $(PIP_INSTALL) --editable '.[test]' --requirement $(OLDEST)/floors.txt
+	@$(OLDEST)/bin/python $(PIP_INSTALL) --editable '.[floor-test]' --requirement $(OLDEST)/floors.txt
 	@touch $@

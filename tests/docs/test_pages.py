@@ -17,6 +17,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 import fastapi_dedup
 from fastapi_dedup import Claim, Dedup, DedupMiddleware, errors
+from fastapi_dedup.guard import GenerationalGuard
 from fastapi_dedup.hooks import Event, EventKind
 from fastapi_dedup.http.problems import KINDS, answer_to
 from fastapi_dedup.policy import Policy, failure_status
@@ -95,7 +96,11 @@ def test_the_table_of_statuses_agrees_with_the_answers() -> None:
 
 def options_told(page: str, heading: str) -> dict[str, Any]:
     """Return the options that a table tells, with their defaults; `...` for those that it tells none of."""
-    names = {"timedelta": timedelta, "failure_status": failure_status}
+    names = {
+        "timedelta": timedelta,
+        "failure_status": failure_status,
+        "GenerationalGuard": GenerationalGuard,
+    }
     return {
         code(option): eval(code(default), names) if default else ...  # noqa: S307 - a page of ours
         for option, default, _ in table_of(REFERENCE / page, heading)
@@ -134,8 +139,8 @@ def test_the_members_of_dedup() -> None:
     rows = table_of(REFERENCE / "dedup.md", "## Members")
     told = {re.findall(r"\w+", code(row[0]).removeprefix("await "))[0] for row in rows}
     public = {name for name in vars(Dedup("sqlite:///x.db")) | vars(Dedup) if not name.startswith("_")}
-    # The first three are for the doors, `claim` has a table of its own, and `window` is an option.
-    assert told == public - {"delivery", "intent", "required_of", "claim", "window"}
+    # The first four are for the doors, `claim` has a table of its own, and `window` is an option.
+    assert told == public - {"delivery", "intent", "required_of", "memory_of", "claim", "window"}
 
 
 # Values

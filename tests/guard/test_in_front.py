@@ -19,6 +19,9 @@ from tests.guard.conftest import WINDOW, Guarded
 from tests.guard.doors import SCOPE, Endpoint, Queries, endpoint
 from tests.live import until
 
+by_message = pytest.mark.parametrize("door", ["message"])
+"""For what the door has no part in."""
+
 
 async def fail(_: AsyncSession) -> None:
     msg = "the handler failed, as the test wished"
@@ -76,6 +79,7 @@ async def test_duplicates_of_a_committed_id_are_answered_without_any_query(world
     assert world.guard.snapshot().suppressed == 5
 
 
+@by_message
 async def test_they_are_told_at_info_and_to_the_hooks_without_an_age(
     world: Guarded, door: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,6 +119,7 @@ async def test_without_a_guard_every_duplicate_asks_the_database(world: Guarded,
     assert world.guard.snapshot().tracked == 0
 
 
+@by_message
 async def test_the_same_id_in_another_scope_is_another_id(world: Guarded, door: str) -> None:
     async with endpoint(door, world.dedup) as shop, endpoint(door, world.dedup, scope="returns") as returns:
         assert [await shop.deliver("1"), await returns.deliver("1")] == ["ran", "ran"]
@@ -122,6 +127,7 @@ async def test_the_same_id_in_another_scope_is_another_id(world: Guarded, door: 
     assert await world.scopes() == ["orders", "returns"]
 
 
+@by_message
 async def test_what_another_process_has_committed_is_asked_for_and_not_remembered(
     world: Guarded, door: str
 ) -> None:
@@ -214,6 +220,7 @@ async def test_another_payload_under_the_id_of_finished_work_is_a_mismatch(world
     assert await world.orders() == ["tea"]
 
 
+@by_message
 async def test_another_payload_under_an_id_in_flight_is_a_mismatch(world: Guarded, door: str) -> None:
     async with endpoint(door, world.dedup) as shop:
         gate = shop.gate()
@@ -287,6 +294,7 @@ async def test_a_handler_that_rolls_back_mid_way_and_then_succeeds_has_claimed_i
     assert await world.ids() == ["1"]
 
 
+@by_message
 async def test_an_id_whose_claim_got_no_answer_is_forgotten(
     world: Guarded, door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +313,7 @@ async def test_an_id_whose_claim_got_no_answer_is_forgotten(
 # Never beyond the claim
 
 
+@by_message
 async def test_an_id_is_not_remembered_for_longer_than_the_guards_window(world: Guarded, door: str) -> None:
     async with endpoint(door, world.dedup) as shop:
         await shop.deliver("1")
@@ -316,6 +325,7 @@ async def test_an_id_is_not_remembered_for_longer_than_the_guards_window(world: 
         assert queries
 
 
+@by_message
 @pytest.mark.parametrize(("begun", "remembered"), [(0, False), (14.999, False), (15, True), (29.999, True)])
 async def test_an_id_is_never_refused_from_memory_beyond_its_claims_end(
     world: Guarded, door: str, begun: float, remembered: bool
@@ -336,6 +346,7 @@ async def test_an_id_is_never_refused_from_memory_beyond_its_claims_end(
     assert shop.runs == 2
 
 
+@by_message
 async def test_the_time_that_the_handler_takes_is_the_claims_own(world: Guarded, door: str) -> None:
     async with endpoint(door, world.dedup, window=timedelta(seconds=70)) as shop:
         gate = shop.gate()
@@ -347,6 +358,7 @@ async def test_the_time_that_the_handler_takes_is_the_claims_own(world: Guarded,
         assert world.guard.snapshot().tracked == 0
 
 
+@by_message
 async def test_a_claim_after_the_window_is_remembered_like_the_first(world: Guarded, door: str) -> None:
     async with endpoint(door, world.dedup) as shop:
         await shop.deliver("1")
@@ -372,6 +384,7 @@ async def test_a_release_is_honoured_at_once_and_costs_no_other_id_its_memory(
         assert await costs_nothing(world, lambda: shop.deliver("1")) == "duplicate"
 
 
+@by_message
 async def test_after_a_release_another_payload_runs_under_the_id(world: Guarded, door: str) -> None:
     async with endpoint(door, world.dedup) as shop:
         await shop.deliver("1", "tea")
@@ -380,7 +393,7 @@ async def test_after_a_release_another_payload_runs_under_the_id(world: Guarded,
         assert await shop.deliver("1", "tea") == "fingerprint-mismatch"
 
 
-@pytest.mark.parametrize("door", ["http", "message"])
+@by_message
 async def test_a_claim_whose_commit_is_under_way_during_a_release_is_not_remembered(
     world: Guarded, door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +416,7 @@ async def test_a_claim_whose_commit_is_under_way_during_a_release_is_not_remembe
         assert await shop.deliver("1") == "duplicate"
 
 
+@by_message
 async def test_a_release_that_gets_no_answer_is_forgotten_all_the_same(
     world: Guarded, door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +434,7 @@ async def test_a_release_that_gets_no_answer_is_forgotten_all_the_same(
         assert await shop.deliver("1") == "duplicate"
 
 
+@by_message
 async def test_another_processs_release_is_honoured_when_the_guards_window_is_over(
     world: Guarded, door: str
 ) -> None:

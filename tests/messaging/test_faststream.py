@@ -282,7 +282,7 @@ async def test_a_delivery_s_id_is_the_broker_s_own(kind: Kind, world: World) -> 
     """RabbitMQ's is what the publisher sets; the others count their messages."""
     options = {"message_id": "m1"} if kind.broker is RabbitBroker else {}
     if kind.broker is RedisBroker:
-        pytest.skip("in memory, Redis' entries have no ids; tests/recipes has real ones")
+        pytest.skip("in memory, entries have no ids: see tests/recipes/test_faststream_redis.py")
     stream = stream_of(kind, world, Deduplicated(source="delivery"))
     stream.subscriber()(add)
     async with stream.running():

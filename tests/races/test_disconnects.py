@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -185,6 +186,33 @@ async def test_a_disconnect_that_cancels_the_handler_frees_the_id_and_the_connec
         at_work = await hang_up_mid_handler(shop, path)
         await at_work.gone()
         await expect_a_free_id_and_a_clean_pool(shop, path)
+
+
+# case B3, F1
+@pytest.mark.parametrize("cancelling", CANCELLING)
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_when_the_first_is_cancelled_exactly_one_of_its_waiters_runs(
+    backend: str, cancelling: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    async with served(url_of(backend, request, tmp_path), **cancelling) as shop:
+        caller = await Caller.connect(shop.url)
+        await caller.send("POST", "/waiting", {"sku": "K"})
+        at_work = await shop.gate.visitor()
+        before = shop.shop.checkins
+        waiters = [order(shop, "/waiting") for _ in range(10)]
+
+        async def all_wait() -> bool:
+            return shop.shop.checkins >= before + len(waiters)
+
+        await until(all_wait)
+        caller.hang_up()
+        await at_work.gone()
+        await (await shop.gate.visitor()).answer("go")
+
+        answers = Counter(reply.problem or str(reply.status) for reply in await asyncio.gather(*waiters))
+        assert answers == {"201": 1, "duplicate": 9}
+        assert await shop.ledger.holds("K") == (1, 1)
+        assert shop.gate.visits == 2
 
 
 # case B3

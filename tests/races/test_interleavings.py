@@ -30,7 +30,7 @@ from fastapi_dedup import (
 )
 from tests.databases import BACKENDS, orders_table, url_of
 
-EXAMPLES = 100
+EXAMPLES = 60
 SOAK_EXAMPLES = 2000
 LONGEST = 30
 PROCESSES = 2  # runtimes with a pool of their own each

@@ -101,16 +101,17 @@ async def test_200_copies_of_a_2_s_handler_get_their_answers_within_a_second_on_
 
                 assert len(seen.created) == 1
                 assert len(seen.refused) == COPIES - 1
-                assert {(reply.status, reply.problem) for reply in seen.refused} == {(409, "in-flight")}
-                assert all(int(reply.headers["retry-after"]) >= 1 for reply in seen.refused)
-                assert seen.last_refusal < seen.left
+                assert {reply.status for reply in seen.refused} == {409}
                 assert {reply.status for reply in seen.pinged} == {200}
-                assert seen.pings_meanwhile >= 1
                 assert await ledger.holds(sku) == (1, 1)
 
                 took, limit = seen.last_refusal - seen.entered, max(1.0, 2 * seen.pace)
                 print(f"{backend}: the last 409 came after {took:.3f} s of at most {limit:.3f} s")  # noqa: T201
-                if took < limit:
+                if took < limit and seen.last_refusal < seen.left:
                     break
             else:
                 pytest.fail(f"in {ROUNDS} rounds, the last 409 never came in time: {took} s of {limit} s")
+
+        assert {reply.problem for reply in seen.refused} == {"in-flight"}
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in seen.refused)
+        assert seen.pings_meanwhile >= 1

@@ -386,3 +386,35 @@ async def test_a_statement_that_fails_in_a_savepoint_of_its_own_spoils_nothing(
         await handler(session)
     assert await world.orders() == ["news"]
     assert isinstance(await world.run(NEWS), Duplicate)
+
+
+async def test_work_that_the_handler_commits_itself_after_a_rollback_is_claimed_with_it(
+    world: World, owner: str
+) -> None:
+    async with claiming(world, owner) as session:
+        await work(session, "first try")
+        await session.rollback()
+        await work(session)
+        await session.commit()
+        assert (await world.orders(), await world.count()) == (["news"], 1)
+    assert isinstance(await world.run(NEWS), Duplicate)
+
+
+async def test_work_that_the_handler_commits_itself_after_a_rollback_is_refused_where_another_has_the_id(
+    world: World, owner: str
+) -> None:
+    async def handler(session: AsyncSession) -> None:
+        await session.rollback()
+        async with world.attempt(world.runtime()) as thief:
+            await thief.claim(NEWS)
+            await thief.work("the other's")
+            await thief.delivery.succeed()
+        await work(session, "mine")
+        await session.commit()
+
+    async with asyncio.timeout(SOON):
+        with pytest.raises(DedupError):
+            async with claiming(world, owner) as session:
+                await handler(session)
+    assert (await world.orders(), await world.count()) == (["the other's"], 1)
+    assert isinstance(await world.run(NEWS), Duplicate)
