@@ -77,6 +77,8 @@ _Handler = TypeVar("_Handler", bound="Callable[..., Any]")
 class _Held:
     """What the middleware has for the handler that it runs."""
 
+    message: StreamMessage[Any]
+    policies: tuple[Policy, ...]
     session: AsyncSession
     claim: Claim | None
     used: bool = False
@@ -152,8 +154,8 @@ def deduplicated(*policies: Policy) -> Callable[[_Handler], _Handler]:
 class DeduplicatingMiddleware:
     """Claims a message's ids, runs its handler in their transaction, and acknowledges after the COMMIT.
 
-    It goes into the `middlewares` of a broker or router. Put what must surround the transaction before it,
-    and what belongs inside behind it.
+    It goes into the `middlewares` of a broker, or of routers that have policies of their own. Put what must
+    surround the transaction before it, and what belongs inside behind it.
 
     A handler's policies are its own, by `deduplicated`; else the middleware's; else the one that
     `Dedup.require` asks of it. A handler for which there is none runs as if the middleware were not there.
@@ -192,10 +194,13 @@ class DeduplicatingMiddleware:
         policies = self._policies_of(function, endpoint)
         if not policies:
             return await call_next(message)
-        await _check(subscriber, message, endpoint)
+        around: _Held | None = context.get_local(_KEY)
+        if around is not None and around.message is message and around.policies == policies:
+            return await call_next(message)  # the broker has this middleware, and so has the router
+        await _check(subscriber, message, endpoint, around)
         body = await message.decode()
         envelope = Envelope(body, message.headers, delivery_id_of(message), endpoint, message)
-        run = _Run(call_next, message, context)
+        run = _Run(call_next, message, context, policies)
         try:
             result = await handle(self._dedup, policies, envelope, run)
         except DedupError as error:
@@ -283,17 +288,22 @@ class _Run:
     """
 
     def __init__(
-        self, call_next: Callable[[Any], Awaitable[Any]], message: StreamMessage[Any], context: ContextRepo
+        self,
+        call_next: Callable[[Any], Awaitable[Any]],
+        message: StreamMessage[Any],
+        context: ContextRepo,
+        policies: tuple[Policy, ...],
     ) -> None:
         self._call_next = call_next
         self._message = message
         self._context = context
+        self._policies = policies
         self.result: Any = None
         self.error: Exception | None = None
         self.used = False
 
     async def __call__(self, session: AsyncSession, claim: Claim | None) -> None:
-        held = _Held(session, claim)
+        held = _Held(self._message, self._policies, session, claim)
         try:
             with self._context.scope(_KEY, held):
                 self.result = await self._call_next(self._message)
@@ -313,13 +323,19 @@ class _RefusedError(ConfigurationError, StopConsume):
         return str(self.args[0])
 
 
-async def _check(subscriber: Any, message: StreamMessage[Any], endpoint: str) -> None:
+async def _check(subscriber: Any, message: StreamMessage[Any], endpoint: str, around: _Held | None) -> None:
     """Refuse what would lose messages or run them twice.
 
     Raises:
-        ConfigurationError: Messages come in batches, or are not acknowledged after COMMIT.
+        ConfigurationError: Messages come in batches, are not acknowledged after COMMIT, or are under other
+            policies already.
     """
-    if message.batch_headers:
+    if around is not None and around.message is message:
+        msg = (
+            f"{endpoint} is under two DeduplicatingMiddlewares with different policies, and so in two "
+            "transactions: give the policies to the broker's, the router's, or the handler itself"
+        )
+    elif message.batch_headers:
         msg = f"{endpoint} gets messages in batches, which have no id of their own: subscribe without batch"
     elif not _acknowledged_after(subscriber.ack_policy, message):
         msg = (

@@ -376,6 +376,45 @@ async def test_of_a_subscriber_s_handlers_the_one_that_takes_the_message_has_its
     assert await world.scopes() == ["message orders", "others"]
 
 
+async def test_a_broker_and_its_router_may_both_have_the_middleware(world: World) -> None:
+    stream = stream_of(KINDS["rabbitmq"], world)
+    router = RabbitRouter(middlewares=[DeduplicatingMiddleware(world.dedup)])
+    router.subscriber("orders", ack_policy=AckPolicy.NACK_ON_ERROR)(deduplicated(BY_SKU)(add))
+    stream.broker.include_router(router)
+    async with stream.running():
+        for _ in range(2):
+            await stream.publish(TEA)
+    assert (stream.answers, await world.orders()) == (["ACKED", "ACKED"], ["tea"])
+
+
+async def test_two_middlewares_with_different_policies_are_refused(world: World) -> None:
+    stream = stream_of(KINDS["rabbitmq"], world, BY_SKU)
+    router = RabbitRouter(middlewares=[DeduplicatingMiddleware(world.dedup, Deduplicated(required=False))])
+    router.subscriber("orders", ack_policy=AckPolicy.NACK_ON_ERROR)(add)
+    stream.broker.include_router(router)
+    async with stream.running():
+        with pytest.raises(ConfigurationError, match="two DeduplicatingMiddlewares"):
+            await stream.publish(TEA)
+    assert (stream.answers, await world.orders(), await world.ids()) == (["NACKED"], [], [])
+
+
+async def test_a_message_that_a_handler_publishes_is_under_its_own_policies(world: World) -> None:
+    """In memory, its handler runs inside of the other one, and inside of its context."""
+    stream = stream_of(KINDS["rabbitmq"], world, BY_SKU)
+
+    @stream.subscriber("orders")
+    async def on_order(order: Order, session: MessageSession) -> None:
+        await add(order, session)
+        await stream.publish(order, "invoices")
+
+    stream.subscriber("invoices")(add)
+    async with stream.running():
+        for _ in range(2):
+            await stream.publish(TEA)
+    assert await world.scopes() == ["message invoices", "message orders"]
+    assert await world.orders() == ["tea", "tea"]
+
+
 async def test_a_delivery_s_id_and_a_logical_id_go_together(rabbitmq_in_memory: Stream, world: World) -> None:
     stream = rabbitmq_in_memory
     stream.subscriber()(deduplicated(Deduplicated(source="delivery"), BY_SKU)(add))

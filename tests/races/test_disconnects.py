@@ -164,7 +164,7 @@ async def noticing_dead_clients(database: str) -> AsyncIterator[None]:
 
 async def expect_a_free_id_and_a_clean_pool(shop: Served, path: str) -> None:
     await no_connection_is_out(shop)
-    assert await shop.ledger.is_quiet()
+    await until(shop.ledger.is_quiet)
     assert await shop.ledger.holds("K") == (0, 0)
     assert (await call(shop.url, "GET", "/ping")).status == 200
 
