@@ -18,6 +18,8 @@ from tests.messaging.shop import fail
 from tests.messaging.test_pages import page
 from tests.recipes.conftest import Shop, at_work
 
+pytestmark = pytest.mark.soak  # moto's server is too slow a peer for every run
+
 PAUSE = timedelta(seconds=0.1)
 """How long a message is put off; SQS counts whole seconds, so that becomes one."""
 

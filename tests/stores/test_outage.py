@@ -29,10 +29,12 @@ DRIVERS = {"sqlite": "sqlite+aiosqlite", "asyncpg": "postgresql+asyncpg", "psyco
 @pytest.fixture(autouse=True)
 async def threads_end_before_the_loop() -> AsyncIterator[None]:
     """Wait for aiosqlite's threads: one whose file could not be opened still has an answer to deliver."""
+    before = set(threading.enumerate())
     yield
 
     async def have_ended() -> bool:
-        return not any("_connection_worker_thread" in thread.name for thread in threading.enumerate())
+        started = set(threading.enumerate()) - before
+        return not any("_connection_worker_thread" in thread.name for thread in started)
 
     await until(have_ended)
 
