@@ -6,12 +6,11 @@ import asyncio
 import json
 import os
 import secrets
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import aio_pika
 import httpx
@@ -63,47 +62,51 @@ class Shop:
 
 
 @pytest.fixture
-async def shop(postgres_url: str, rabbitmq_url: str) -> AsyncIterator[Shop]:
+async def shop(postgres_url: str, rabbitmq_url: str, tmp_path: Path) -> AsyncIterator[Shop]:
     """Run the service and the consumer, each as a process of its own."""
     rabbitmq = RabbitMQ(rabbitmq_url)
+    channel = await rabbitmq.channel()  # now, for those who send at once would open one each
     queue = f"orders-{secrets.token_hex(4)}"
     with postgres_database(postgres_url) as database:
         url = driver_url(database, "asyncpg")
         environ = {DATABASE_URL_VARIABLE: url, "RABBITMQ_URL": rabbitmq_url, "ORDERS_QUEUE": queue}
         engine = create_async_engine(url)
-        with process("examples.orders.app:app", environ=environ) as service, consumer(environ):
-            await until(partial(exists, rabbitmq_url, queue))
-            async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+        with process("examples.orders.app:app", environ=environ) as service:
+            async with (
+                consumer(environ, tmp_path / "consumer.log"),
+                httpx.AsyncClient(base_url=service.url, timeout=30) as client,
+            ):
                 yield Shop(client, rabbitmq, engine, Topic(queue, (queue,)))
         await engine.dispose()
-    channel = await rabbitmq.channel()
     for name in (queue, f"{queue}.dead"):
         await channel.queue_delete(name)
     await rabbitmq.close()
 
 
-@contextmanager
-def consumer(environ: Mapping[str, str]) -> Iterator[None]:
-    """Run the consumer, and see to it that it ends when it is told to."""
-    command = [sys.executable, "-m", "examples.orders.consumer"]
-    running = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environ}, stderr=subprocess.DEVNULL)
+@asynccontextmanager
+async def consumer(environ: Mapping[str, str], log: Path) -> AsyncIterator[None]:
+    """Run the consumer until it listens, and see to it that it ends when it is told to."""
+    with log.open("w") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "examples.orders.consumer"),
+            cwd=ROOT,
+            env={**os.environ, **environ},
+            stdout=output,
+            stderr=output,
+        )
+
+    async def listens() -> bool:
+        return "waiting for messages" in await asyncio.to_thread(log.read_text)
+
     try:
+        await until(listens)
         yield
-        running.terminate()
-        assert running.wait(30) == 0
+        process.terminate()
+        assert await process.wait() == 0
     finally:
-        running.kill()
-        running.wait()
-
-
-async def exists(url: str, queue: str) -> bool:
-    """Tell whether a queue is declared."""
-    async with await aio_pika.connect(url) as connection:
-        try:
-            await (await connection.channel()).get_queue(queue)
-        except aio_pika.exceptions.ChannelNotFoundEntity:
-            return False
-    return True
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def test_orders_that_come_by_http_and_by_queue_commit_once(shop: Shop) -> None:
