@@ -7,6 +7,7 @@ vanish together. Start at `fastapi_dedup.core`.
 from fastapi_dedup.claims import Claim
 from fastapi_dedup.errors import (
     ClaimInFlightError,
+    ClaimLostError,
     ConfigurationError,
     DedupError,
     DuplicateError,
@@ -22,6 +23,7 @@ from fastapi_dedup.runtime import Dedup
 __all__ = [
     "Claim",
     "ClaimInFlightError",
+    "ClaimLostError",
     "ConfigurationError",
     "Dedup",
     "DedupError",

@@ -10,7 +10,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from fastapi_dedup.errors import ConfigurationError
 
@@ -22,6 +22,7 @@ __all__ = [
     "Fate",
     "InFlight",
     "Intent",
+    "Lease",
     "Mismatch",
     "Outcome",
     "Receipt",
@@ -69,6 +70,25 @@ def positive(name: str, value: timedelta) -> timedelta:
 
 
 @dataclass(frozen=True, slots=True)
+class Lease:
+    """How a claim outlives the transaction that made it.
+
+    Attributes:
+        length: How long the claim survives an owner that has died. A living one extends it in time.
+        on_abandoned: What becomes of an id whose owner died: `"retry"` lets the next delivery run, `"block"`
+            keeps it taken until the window ends or an operator releases it.
+    """
+
+    length: timedelta
+    on_abandoned: Literal["retry", "block"] = "retry"
+
+    @property
+    def beat(self) -> timedelta:
+        """How often the owner extends it: two beats may be missed."""
+        return self.length / 3
+
+
+@dataclass(frozen=True, slots=True)
 class Intent:
     """What one delivery wants done once.
 
@@ -78,6 +98,7 @@ class Intent:
         window: How long the id is honoured, counted by the store's clock from the claim.
         fingerprint: Digest of the payload; None leaves the payload out of it.
         from_end: Whether the window is counted anew from the end of the work.
+        lease: How the claim is held outside the handler's transaction; None rides in it.
         realm: Tells the claims of one store from those of another that the same process uses; "" in bytes
             for the durable one.
         key: Digest of scope and id: what the store's unique key is on.
@@ -88,11 +109,21 @@ class Intent:
     window: timedelta = DEFAULT_WINDOW
     fingerprint: bytes | None = None
     from_end: bool = False
+    lease: Lease | None = None
     realm: bytes = b""
     key: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", self.realm + digest(self.scope, self.logical_id))
+
+    @property
+    def term(self) -> timedelta:
+        """How long the claim counts as it is first made: an owner that dies must not keep it for longer."""
+        if self.lease is None:
+            return self.window
+        return (
+            self.lease.length if self.lease.on_abandoned == "retry" else max(self.window, self.lease.length)
+        )
 
     @property
     def guard_key(self) -> bytes:
@@ -157,7 +188,13 @@ class Duplicate:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """The id is claimed, and its work has not ended: not yet, never done."""
+    """The id is claimed, and its work has not ended: not yet, never done.
+
+    Attributes:
+        abandoned: Whether its owner let its lease run out, and its work must not be repeated unasked.
+    """
+
+    abandoned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +206,22 @@ Outcome: TypeAlias = Claimed | Duplicate | InFlight | Mismatch
 
 
 def verdict(
-    intent: Intent, *, claimed_at: datetime, expires_at: datetime, fingerprint: bytes | None, now: datetime
-) -> Duplicate | Mismatch | None:
+    intent: Intent,
+    *,
+    claimed_at: datetime,
+    expires_at: datetime,
+    leased_until: datetime | None,
+    fingerprint: bytes | None,
+    now: datetime,
+) -> Duplicate | InFlight | Mismatch | None:
     """Return what a committed claim answers an intent; None where its window is over: it counts as absent.
 
     Args:
         intent: What is asked for.
         claimed_at: When the committed claim was made.
-        expires_at: When its window ends: at that very moment it is over.
+        expires_at: When it stops counting: at that very moment it is over. For a settled claim this is
+            the window's end, for a leased one the lease's (unless its work must not be repeated).
+        leased_until: When the lease of a claim ends whose work is not done; None where it is done.
         fingerprint: The payload that it was made for.
         now: The time, by the clock that also wrote `expires_at`.
     """
@@ -184,6 +229,8 @@ def verdict(
         return None
     if None not in (fingerprint, intent.fingerprint) and fingerprint != intent.fingerprint:
         return Mismatch()
+    if leased_until is not None:
+        return InFlight(abandoned=leased_until <= now)
     return Duplicate(claimed_at, expires_at, now - claimed_at)
 
 

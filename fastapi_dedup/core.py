@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fastapi_dedup.flights import Flight, Flights
     from fastapi_dedup.guard import Attempt, GenerationalGuard
     from fastapi_dedup.hooks import Hook
-    from fastapi_dedup.store import Store, Transaction
+    from fastapi_dedup.store import Enclosing, Store, Transaction
 
 __all__ = ["Delivery", "settled"]
 
@@ -91,7 +91,7 @@ class Delivery:
     def __init__(
         self,
         store: Store[Any],
-        own: Transaction,
+        own: Enclosing,
         *,
         flights: Flights,
         hooks: Sequence[Hook],
@@ -133,7 +133,7 @@ class Delivery:
         store = self._store if store is None else store
         try:
             outcome = await self._take(intent, transaction, store)
-            if wait is not None and isinstance(outcome, InFlight):
+            if wait is not None and isinstance(outcome, InFlight) and not outcome.abandoned:
                 outcome = await self._wait(intent, transaction, store, wait)
         except StoreUnavailableError as error:
             logger.info(
@@ -147,7 +147,7 @@ class Delivery:
         return outcome
 
     async def _take(self, intent: Intent, transaction: Transaction, store: Store[Any]) -> Outcome:
-        if self._guard is None or store is not self._store:
+        if self._guard is None or not store.durable:
             return await self._ask(intent, transaction, store, None)
         with self._guard.attempt(intent.guard_key) as attempt:
             if attempt.seen is Seen.PROCESSED:
@@ -178,7 +178,7 @@ class Delivery:
             self._hold(_Held(intent, outcome.receipt, claim, store, transaction), flight, attempt)
             return outcome
         self._flights.land(flight)
-        return self._flights.seen_from(intent) if isinstance(outcome, InFlight) else outcome
+        return self._flights.seen_from(intent) if outcome == InFlight() else outcome
 
     async def _wait(
         self, intent: Intent, transaction: Transaction, store: Store[Any], wait: timedelta
@@ -200,7 +200,7 @@ class Delivery:
                 break
             await self._flights.landing(intent, pause=min(pause, left), at_most=left)
             outcome = await self._take(intent, transaction, store)
-            if not isinstance(outcome, InFlight):
+            if not isinstance(outcome, InFlight) or outcome.abandoned:
                 break
         return outcome
 
@@ -282,6 +282,9 @@ class Delivery:
                 if held.to_give_back and not held.transaction.idle:
                     held.transaction.watch(partial(self._give_back_later, held))
             return
+        for held in self._held.values():
+            if held.fate is Fate.OPEN and held.transaction is not self.own:
+                await held.transaction.commit()
         if not self.own.idle:  # something went on after the success was told
             await uncancelled(self._end_own())
 
@@ -369,13 +372,17 @@ class Delivery:
         self.refusal = refusal
         age = refusal.age if isinstance(refusal, Duplicate) else None
         kind = KINDS[type(refusal)]
+        abandoned = isinstance(refusal, InFlight) and refusal.abandoned
         logger.log(
-            level,
-            "refused logical id %r in scope %r: %s, age %s",
+            logging.WARNING if abandoned else level,
+            "refused logical id %r in scope %r: %s, age %s%s",
             intent.logical_id,
             scope_text(intent.scope),
             kind.value,
             age if age is not None else "unknown",
+            "; its owner is gone, and on_abandoned='block' leaves it to you to release it"
+            if abandoned
+            else "",
         )
         self._tell(kind, intent, age)
 

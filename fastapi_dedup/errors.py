@@ -129,9 +129,20 @@ class DuplicateError(_RefusalError):
 
 
 class ClaimInFlightError(_RefusalError):
-    """The id is claimed, and its work has not ended yet: try again later."""
+    """The id is claimed, and its work has not ended yet: try again later.
+
+    Attributes:
+        logical_id: The id.
+        scope: The scope that the id is unique in.
+        abandoned: Whether its owner has died, and `on_abandoned="block"` leaves it to an operator whether the
+            work may run again.
+    """
 
     _sentence = "the work of logical id {logical_id!r} in scope {scope!r} is still in flight"
+
+    def __init__(self, logical_id: str, scope: str, *, abandoned: bool = False) -> None:
+        super().__init__(logical_id, scope)
+        self.abandoned = abandoned
 
 
 class FingerprintMismatchError(_RefusalError):

@@ -74,7 +74,13 @@ class Policy:
         wait_timeout: How long `"wait"` waits before it answers like `"reject"`.
         session: The dependency that gives the handler's own session: a callable, a `Depends(...)` or an
             `Annotated` alias. None is `RequestSession`.
-        lease: Not in this release: only None.
+        lease: Claims in a short transaction of its own and keeps the claim alive while the handler runs,
+            instead of riding the handler's transaction: for handlers that are slow, or that do what no
+            ROLLBACK undoes. The duration is how long the claim survives an owner that has died. None, the
+            default, rides.
+        on_abandoned: For leased claims: what becomes of an id whose owner died. `"retry"`, the default, lets
+            the next delivery run when the lease is over; `"block"` keeps the id in flight until the window
+            ends or an operator releases it, for effects that must not be repeated.
         replay: Not in this release: only False.
         fingerprint: Whether the payload must be the same for a retry. None compares it where an HTTP
             header carries the id, apart from the payload; True and False force it, and a callable
@@ -104,6 +110,7 @@ class Policy:
     wait_timeout: timedelta = timedelta(seconds=10)
     session: Any = None
     lease: timedelta | None = None
+    on_abandoned: Literal["retry", "block"] = "retry"
     replay: bool = False
     fingerprint: bool | Callable[..., Any] | None = None
     failed: Callable[[int], bool] = failure_status
@@ -241,6 +248,7 @@ def _validate(policy: Policy) -> None:
     if policy.in_flight not in {"reject", "wait"}:
         msg = f"in_flight must be 'reject' or 'wait', not {policy.in_flight!r}"
         raise ConfigurationError(msg)
+    _check_lease(policy)
     _refuse_what_is_not_here_yet(policy)
     if not callable(policy.failed):
         msg = f"failed must be a callable that takes a status, not {policy.failed!r}"
@@ -250,10 +258,22 @@ def _validate(policy: Policy) -> None:
         raise ConfigurationError(msg)
 
 
-def _refuse_what_is_not_here_yet(policy: Policy) -> None:
-    if policy.lease is not None:
-        msg = "leased claims are not in this release: leave lease out, and the claim rides the transaction"
+def _check_lease(policy: Policy) -> None:
+    if policy.on_abandoned not in {"retry", "block"}:
+        msg = f"on_abandoned must be 'retry' or 'block', not {policy.on_abandoned!r}"
         raise ConfigurationError(msg)
+    if policy.lease is None:
+        if policy.on_abandoned != "retry":
+            msg = "on_abandoned is about leased claims, and a riding one is never abandoned: give lease= too"
+            raise ConfigurationError(msg)
+        return
+    positive("lease", policy.lease)
+    if policy.store == "memory":
+        msg = "store='memory' has no leases: nothing in it outlives the process. Leave lease or store out"
+        raise ConfigurationError(msg)
+
+
+def _refuse_what_is_not_here_yet(policy: Policy) -> None:
     if policy.replay:
         msg = "replay is not in this release: leave it out, and answer duplicates with duplicate_status"
         raise ConfigurationError(msg)

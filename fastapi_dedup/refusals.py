@@ -25,7 +25,7 @@ def error_of(intent: Intent, refusal: Refusal) -> DedupError:
     match refusal:
         case Duplicate(claimed_at, expires_at, age):
             return DuplicateError(*where, claimed_at=claimed_at, expires_at=expires_at, age=age)
-        case InFlight():
-            return ClaimInFlightError(*where)
+        case InFlight(abandoned):
+            return ClaimInFlightError(*where, abandoned=abandoned)
         case Mismatch():
             return FingerprintMismatchError(*where)

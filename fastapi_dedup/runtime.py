@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import parent_process
@@ -15,19 +16,20 @@ from sqlalchemy import MetaData
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
-from fastapi_dedup.claims import DEFAULT_WINDOW, Claim, Intent, positive
+from fastapi_dedup.claims import DEFAULT_WINDOW, Claim, Intent, Lease, positive
 from fastapi_dedup.core import Delivery, settled
 from fastapi_dedup.errors import ConfigurationError, MissingLogicalIdError, StoreUnavailableError
 from fastapi_dedup.flights import Flights
 from fastapi_dedup.guard import GenerationalGuard
 from fastapi_dedup.identities import Identities
 from fastapi_dedup.identity import legal
+from fastapi_dedup.leases import LeasedStore, LeasedTransaction
 from fastapi_dedup.messaging.handler import MessageHandler
 from fastapi_dedup.policy import Policy
 from fastapi_dedup.reaper import Reaper
 from fastapi_dedup.refusals import error_of
 from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE, bound
-from fastapi_dedup.stores.memory import MemoryStore
+from fastapi_dedup.stores.memory import MemoryStore, MemoryTransaction
 from fastapi_dedup.stores.sql import DEFAULT_TABLE, SqlStore, claims_table
 from fastapi_dedup.stores.transactions import BorrowedTransaction, OwnTransaction
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.hooks import Hook
     from fastapi_dedup.policy import Endpoint
+    from fastapi_dedup.store import Enclosing, Store, Transaction
 
 __all__ = ["Dedup"]
 
@@ -102,6 +105,7 @@ class Dedup:
         self._create_table = embedded if create_table is None else create_table
         self._table = claims_table(MetaData(), name=table, schema=schema)
         self._store = SqlStore(self.engine, self._table)
+        self._leased = LeasedStore(self._store.leases)
         self._hooks = tuple(hooks)
         self._guard = guard
         self._make_memory = memory
@@ -149,18 +153,27 @@ class Dedup:
             self._started = True
 
     async def _prepare_table(self) -> None:
-        if self._create_table:
-            await self.create_table()
-            return
         try:
-            present = await self._store.has_table()
+            if self._create_table:
+                await self.create_table()
+            missing = await self._store.missing()
         except StoreUnavailableError:
+            if self._create_table:
+                raise
             logger.warning("%r does not answer; claims are refused until it does", self, exc_info=True)
             return
-        if not present:
+        table = f"the table {self._table.fullname!r}"
+        where = f"in {self.engine.url.render_as_string()}"
+        if missing is None:
             msg = (
-                f"the table {self._table.fullname!r} is missing in {self.engine.url.render_as_string()}: "
+                f"{table} is missing {where}: "
                 "create it with Dedup(..., create_table=True), await dedup.create_table(), or a migration"
+            )
+            raise ConfigurationError(msg)
+        if missing:
+            msg = (
+                f"{table} {where} is an earlier release's and has no {', '.join(missing)}: "
+                "add what is missing with a migration. It may be null, so earlier releases go on working"
             )
             raise ConfigurationError(msg)
 
@@ -169,6 +182,7 @@ class Dedup:
         self._started = False
         await self._reaper.stop()
         await self._flights.drain()
+        await self._store.leases.dispose()
         if self._owns_engine:
             await self.engine.dispose()
 
@@ -287,6 +301,29 @@ class Dedup:
         own = OwnTransaction(self._open_session)
         return Delivery(self._store, own, flights=self._flights, hooks=self._hooks, guard=self._guard)
 
+    def place(
+        self, policy: Policy, intent: Intent, transaction: Enclosing
+    ) -> tuple[Intent, Transaction, Store[Any] | None]:
+        """Say where a policy's claim goes: the intent, the transaction and the store to claim it with.
+
+        Args:
+            policy: The policy.
+            intent: What is to be done once.
+            transaction: The one that the handler works in.
+        """
+        if policy.store == "memory":
+            memory = self.memory_of(policy)
+            return memory.here(intent), MemoryTransaction(transaction), memory
+        if policy.lease is not None:
+            return self._lease(intent, Lease(policy.lease, policy.on_abandoned), transaction)
+        return intent, transaction, None
+
+    def _lease(
+        self, intent: Intent, lease: Lease, transaction: Enclosing
+    ) -> tuple[Intent, Transaction, Store[Any]]:
+        held = LeasedTransaction(transaction, lease, background=self._flights.background)
+        return replace(intent, lease=lease), held, self._leased
+
     def memory_of(self, policy: Policy) -> MemoryStore:
         """Return the guard of a policy with `store="memory"`, as a store; it outlives consumers.
 
@@ -326,6 +363,8 @@ class Dedup:
         fingerprint: bytes | None = None,
         in_flight: Literal["reject", "wait"] = "reject",
         wait_timeout: timedelta = timedelta(seconds=10),
+        lease: timedelta | None = None,
+        on_abandoned: Literal["retry", "block"] = "retry",
     ) -> AsyncIterator[Claim]:
         """Claim an id around a block of work: the primitive, for jobs and scripts.
 
@@ -344,6 +383,11 @@ class Dedup:
             fingerprint: Digest of the payload; None leaves the payload out of it.
             in_flight: `"reject"` a twin of unfinished work at once, or `"wait"` for its outcome.
             wait_timeout: How long to wait.
+            lease: Claims in a short transaction of its own and keeps the claim alive while the block runs;
+                the COMMIT of the block's session completes it. The duration is how long the claim survives an
+                owner that has died. None rides the session's transaction.
+            on_abandoned: What becomes of a leased id whose owner died: the next delivery runs (`"retry"`), or
+                it stays in flight until the window ends or `release` frees it (`"block"`).
 
         Yields:
             The claim.
@@ -355,6 +399,7 @@ class Dedup:
             MissingLogicalIdError: The id is blank.
             InvalidLogicalIdError: The id is no legal one.
             StoreUnavailableError: The database did not answer.
+            ClaimLostError: The lease ran out, and another delivery has taken the id: nothing is committed.
         """
         legal_id = legal(logical_id, field="logical_id")
         if legal_id is None:
@@ -365,8 +410,10 @@ class Dedup:
         intent = self.intent(legal_id, scope=scope, window=window, fingerprint=fingerprint)
         delivery = self.delivery()
         transaction = delivery.own if session is None else BorrowedTransaction(session)
+        policy = Policy(lease=lease, on_abandoned=on_abandoned)
+        intent, place, store = self.place(policy, intent, transaction)
         async with settled(delivery):
-            outcome = await delivery.claim(intent, transaction, wait=wait)
+            outcome = await delivery.claim(intent, place, wait=wait, store=store)
             if not isinstance(outcome, Claim):
                 raise error_of(intent, outcome)
             yield outcome

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.claims import Fate, Intent, Outcome, Receipt
 
-__all__ = ["Store", "Transaction"]
+__all__ = ["Enclosing", "Leases", "Store", "Transaction"]
 
 
 class Transaction(Protocol):
@@ -43,6 +43,16 @@ class Transaction(Protocol):
         """Roll it back if it is ours, and let go of its connection."""
 
 
+class Enclosing(Transaction, Protocol):
+    """The transaction of a handler's work, which a claim that does not ride in it can follow."""
+
+    def before_commit(self, work: Callable[[Any], None], decided: Callable[[Fate], None]) -> None:
+        """Do work on the transaction's connection before each COMMIT, which fails if the work raises.
+
+        `decided` hears of every end: of a COMMIT once and last; ROLLED_BACK leaves the work in place.
+        """
+
+
 Tx_contra = TypeVar("Tx_contra", bound=Transaction, contravariant=True)
 
 
@@ -51,6 +61,9 @@ class Store(Protocol[Tx_contra]):
 
     sees_in_flight: bool
     """Whether `claim` sees an unfinished twin without waiting for it."""
+
+    durable: bool
+    """Whether its claims outlive the process: then a guard may stand in front of it."""
 
     refusals_logged_at: int
     """The level of the log lines that tell of refused deliveries."""
@@ -69,3 +82,32 @@ class Store(Protocol[Tx_contra]):
 
     async def release(self, intent: Intent, receipt: Receipt) -> bool:
         """Delete a committed claim in a transaction of its own, if it still is the receipt's."""
+
+
+class Leases(Protocol):
+    """Where leased claims live. Every method is one short transaction; errors are as `Store`'s."""
+
+    completes_in_transactions: bool
+    """Whether the handler's own COMMIT can complete a claim."""
+
+    async def take(self, intent: Intent) -> Outcome:
+        """Take the id for the length of the intent's lease, or say why not."""
+
+    async def look(self, intent: Intent) -> Outcome | None:
+        """Return what a claim answers; None where there is none, or its lease has run out."""
+
+    async def extend(self, intent: Intent, receipt: Receipt) -> bool:
+        """Count the lease anew from now; False where it is the receipt's no more."""
+
+    async def complete(self, intent: Intent, receipt: Receipt) -> bool:
+        """Say that the work is done; False where the claim is the receipt's no more."""
+
+    def complete_in(self, connection: Any, intent: Intent, receipt: Receipt) -> bool | None:
+        """Complete on the connection of the handler's transaction.
+
+        None where that transaction cannot: then nothing has been done, but the lease is the receipt's and
+        has been extended, so that it outlasts the COMMIT.
+        """
+
+    async def release(self, intent: Intent, receipt: Receipt) -> bool:
+        """Delete the claim, if it still is the receipt's."""

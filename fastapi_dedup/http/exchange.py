@@ -14,7 +14,6 @@ from fastapi_dedup.claims import Claim
 from fastapi_dedup.errors import ClaimLostError, ConfigurationError
 from fastapi_dedup.policy import failure_status
 from fastapi_dedup.refusals import error_of
-from fastapi_dedup.stores.memory import MemoryTransaction
 from fastapi_dedup.stores.transactions import BorrowedTransaction
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from fastapi_dedup.errors import DedupError
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.runtime import Dedup
-    from fastapi_dedup.store import Transaction
-    from fastapi_dedup.stores.memory import MemoryStore
 
 __all__ = ["OWN", "Exchange", "exchange_of"]
 
@@ -126,11 +123,8 @@ class Exchange:
         Raises:
             DedupError: The delivery is refused.
         """
-        store: MemoryStore | None = None
-        transaction: Transaction = self.delivery.own if session is OWN else BorrowedTransaction(session)
-        if policy.store == "memory":
-            store, transaction = self.dedup.memory_of(policy), MemoryTransaction(transaction)
-            intent = store.here(intent)
+        work = self.delivery.own if session is OWN else BorrowedTransaction(session)
+        intent, transaction, store = self.dedup.place(policy, intent, work)
         self._policies.append(policy)
         wait = policy.wait_timeout if policy.in_flight == "wait" else None
         outcome = await self.delivery.claim(intent, transaction, wait=wait, store=store)
@@ -206,8 +200,10 @@ class Exchange:
         Raises:
             ClaimLostError: A success was held back, and its transaction has ended without COMMIT.
         """
-        await self.delivery.finish()
-        await self._close_forms()
+        try:
+            await self.delivery.finish()
+        finally:
+            await self._close_forms()
         if self._held_back is not None:
             if self.delivery.lost:
                 msg = (
@@ -261,7 +257,7 @@ class Exchange:
                 "unused session",
                 "has a claim in a transaction that its handler never used, so a crash between the two "
                 "commits doubles or loses work. Let the handler take RequestSession, or name its session "
-                "with Deduplicated(session=...)",
+                "with Deduplicated(session=...); where it has none, use lease=",
             )
 
     def _warn(self, kind: str, text: str) -> None:

@@ -103,17 +103,19 @@ def answer_to(error: DedupError, *, duplicate_status: int = 409) -> Answer | Non
         (b"content-type", media_type.encode()),
         (b"content-length", str(len(body)).encode()),
     ]
-    if kind.retry:
+    if kind.retry and not getattr(error, "abandoned", False):  # nothing happens until somebody decides
         headers.append((b"retry-after", _RETRY_AFTER.encode()))
     return Answer(status, tuple(headers), body)
 
 
-def _particulars(error: DedupError) -> dict[str, str]:
+def _particulars(error: DedupError) -> dict[str, Any]:
     match error:
         case MissingLogicalIdError(field=field) | InvalidLogicalIdError(field=field):
             return {"field": field}
         case DuplicateError(claimed_at=at) if at is not None:
             return {"logical_id": error.logical_id, "claimed_at": at.isoformat()}
+        case ClaimInFlightError(abandoned=True):
+            return {"logical_id": error.logical_id, "abandoned": True}
         case DuplicateError() | ClaimInFlightError() | FingerprintMismatchError():
             return {"logical_id": error.logical_id}
     return {}

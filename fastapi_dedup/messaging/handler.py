@@ -41,7 +41,6 @@ from fastapi_dedup.messaging.envelope import (
 )
 from fastapi_dedup.policy import Endpoint
 from fastapi_dedup.refusals import error_of
-from fastapi_dedup.stores.memory import MemoryTransaction
 from fastapi_dedup.stores.transactions import BorrowedTransaction
 
 if TYPE_CHECKING:
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     from fastapi_dedup.core import Delivery
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.runtime import Dedup
-    from fastapi_dedup.store import Transaction
-    from fastapi_dedup.stores.memory import MemoryStore
 
 __all__ = ["MessageHandler", "Result", "handle"]
 
@@ -133,12 +130,8 @@ async def _claim(
     for policy, intent in zip(policies, intents, strict=True):
         if intent is None:
             continue
-        wanted = intent
-        store: MemoryStore | None = None
-        transaction: Transaction = delivery.own if session is None else BorrowedTransaction(session)
-        if policy.store == "memory":
-            store, transaction = dedup.memory_of(policy), MemoryTransaction(transaction)
-            wanted = store.here(intent)
+        work = delivery.own if session is None else BorrowedTransaction(session)
+        wanted, transaction, store = dedup.place(policy, intent, work)
         wait = policy.wait_timeout if policy.in_flight == "wait" else None
         outcome = await delivery.claim(wanted, transaction, wait=wait, store=store)
         if not isinstance(outcome, Claim):
@@ -272,10 +265,10 @@ class MessageHandler:
 
     def _warn_if_unused(self) -> None:
         unused = not (self._session_name or self._claim_name)
-        durable = any(policy.store == "durable" for policy in self._policies)
+        riding = any(policy.store == "durable" and policy.lease is None for policy in self._policies)
         if (
             unused
-            and durable
+            and riding
             and not self._warned
             and all(policy.session is None for policy in self._policies)
         ):
@@ -283,7 +276,7 @@ class MessageHandler:
             logger.warning(
                 "the handler %s has a claim in a transaction that it never uses, so a crash between the two "
                 "commits doubles or loses work. Give it a parameter annotated as AsyncSession, or name its "
-                "session with Deduplicated(session=...)",
+                "session with Deduplicated(session=...); where it has none, use lease=",
                 self._endpoint,
             )
 

@@ -80,6 +80,7 @@ class MemoryStore:
     """
 
     sees_in_flight = True
+    durable = False
     refusals_logged_at = logging.DEBUG
 
     def __init__(self, guard: GenerationalGuard) -> None:

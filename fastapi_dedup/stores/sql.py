@@ -14,16 +14,18 @@ from weakref import WeakSet
 
 from sqlalchemy import Column, DateTime, Index, LargeBinary, MetaData, Table, Text, inspect
 from sqlalchemy.dialects import mysql
+from sqlalchemy.exc import NoSuchTableError
 
 from fastapi_dedup.claims import Claimed
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.stores.dialects.mysql import MySQL
 from fastapi_dedup.stores.dialects.postgresql import PostgreSQL
 from fastapi_dedup.stores.dialects.sqlite import SQLite
+from fastapi_dedup.stores.leases import SqlLeases
 from fastapi_dedup.stores.transactions import note_failures, store_errors
 
 if TYPE_CHECKING:
-    from datetime import datetime
+    from datetime import datetime, timedelta
 
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -54,7 +56,8 @@ def claims_table(metadata: MetaData, *, name: str = DEFAULT_TABLE, schema: str |
         Column("token", _binary(16), nullable=False, comment="who may release the claim"),
         Column("fingerprint", _binary(32), nullable=True, comment="digest of the payload"),
         Column("claimed_at", _moment(), nullable=False),
-        Column("expires_at", _moment(), nullable=False),
+        Column("expires_at", _moment(), nullable=False, comment="when the claim stops counting"),
+        Column("leased_until", _moment(), nullable=True, comment="the work is not done; null: it is"),
         Index(f"ix_{name}_expires_at", "expires_at"),
         schema=schema,
         mysql_charset="utf8mb4",
@@ -91,6 +94,16 @@ class Dialect(Protocol):
     def renew(self, connection: Connection, intent: Intent, token: bytes) -> None:
         """Count the window of the token's claim anew from now."""
 
+    def extend(self, connection: Connection, key: bytes, token: bytes, length: timedelta) -> int:
+        """Count the lease of the token's claim anew from now, and return how many there were."""
+
+    def complete(self, connection: Connection, intent: Intent, token: bytes) -> int | None:
+        """Make the token's leased claim a settled one, and return how many there were.
+
+        None where the transaction's snapshot is older than the claim or its last extension, and the database
+        lets no such transaction write there.
+        """
+
     def release(self, connection: Connection, key: bytes, token: bytes | None) -> int:
         """Delete a claim if it is the token's (None: whoever's), and return how many were deleted."""
 
@@ -119,6 +132,9 @@ class SqlStore:
         engine: The engine for what is no request's: creation, compensating releases, the reaper.
         table: The table of claims.
 
+    Attributes:
+        leases: The leased claims in the same table.
+
     Raises:
         ConfigurationError: No dialect here keeps the promises on that database.
     """
@@ -139,7 +155,9 @@ class SqlStore:
         level = self._dialect.reaps_at
         self._reaping = engine if level is None else engine.execution_options(isolation_level=level)
         self.sees_in_flight = self._dialect.sees_in_flight
+        self.leases = SqlLeases(engine, self._dialect)
 
+    durable = True
     refusals_logged_at = logging.INFO
 
     async def claim(self, intent: Intent, transaction: SessionTransaction) -> Outcome:
@@ -201,13 +219,19 @@ class SqlStore:
         self._dialect.serialize_creation(connection)
         self._table.create(connection, checkfirst=True)
 
-    async def has_table(self) -> bool:
-        """Tell whether the table is there."""
+    async def missing(self) -> list[str] | None:
+        """Return the columns that an older table lacks; None where there is no table at all."""
         with store_errors():
             async with self._engine.connect() as connection:
-                return await connection.run_sync(
-                    lambda sync: inspect(sync).has_table(self._table.name, schema=self._table.schema)
-                )
+                return await connection.run_sync(self._missing)
+
+    def _missing(self, connection: Connection) -> list[str] | None:
+        try:
+            columns = inspect(connection).get_columns(self._table.name, schema=self._table.schema)
+        except NoSuchTableError:
+            return None
+        present = {column["name"] for column in columns}
+        return [column.name for column in self._table.columns if column.name not in present]
 
     def _must_be_ours(self, connection: Connection) -> None:
         """Refuse a session on another database: its claims would be reaped and released by nobody."""

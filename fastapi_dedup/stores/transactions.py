@@ -38,6 +38,9 @@ T = TypeVar("T")
 _WATCHES = "fastapi_dedup.watches"
 _LOST = "fastapi_dedup.lost"
 _FAILED = "fastapi_dedup.statement_failed"
+_ROLLED_BACK_BY_THE_DATABASE = (
+    "a statement failed in the handler's transaction, and the database rolled the transaction back"
+)
 _UNDEFINED_TABLE = {"42P01", "42S02"}
 _DRIVERS = {"aiomysql", "aiosqlite", "asyncmy", "asyncpg", "psycopg", "pymysql", "sqlite3"}
 
@@ -81,6 +84,7 @@ class _Watch(NamedTuple):
         decided: Whom to tell what became of it.
         holds: Returns whether the claim is still there, by the connection's own view.
         retake: Takes the claim anew, and returns whether it could; None when the delivery is over.
+        work: For a leased claim, which no ROLLBACK ends: what its COMMIT has to do before.
     """
 
     owner: SessionTransaction
@@ -88,6 +92,7 @@ class _Watch(NamedTuple):
     decided: Callable[[Fate], None]
     holds: Callable[[Connection], bool]
     retake: Callable[[Connection], bool] | None
+    work: Callable[[Connection], None] | None = None
 
 
 def note_failures(engine: Engine) -> None:
@@ -117,8 +122,11 @@ def _before_commit(session: Session) -> None:
     for watch in lost:
         _retake(session, watch)
     watches: list[_Watch] | None = session.info.get(_WATCHES)
-    if watches and session.connection().info.pop(_FAILED, False):
-        _must_hold(session.connection(), watches)
+    if watches:
+        failed = session.connection().info.pop(_FAILED, False)
+        if failed:
+            _must_hold(session.connection(), watches)
+        _work(session.connection(), [watch for watch in watches if watch.work is not None], failed=failed)
 
 
 def _retake(session: Session, watch: _Watch) -> None:
@@ -131,14 +139,25 @@ def _retake(session: Session, watch: _Watch) -> None:
     session.info.setdefault(_WATCHES, []).append(watch._replace(around=_around(session)))
 
 
+def _work(connection: Connection, watches: list[_Watch], *, failed: bool) -> None:
+    try:
+        with store_errors():
+            for watch in watches:
+                assert watch.work is not None  # noqa: S101 - for mypy: the caller has looked
+                watch.work(connection)
+    except StoreUnavailableError as error:
+        if not failed:
+            raise
+        raise ClaimLostError(_ROLLED_BACK_BY_THE_DATABASE) from error
+
+
 def _must_hold(connection: Connection, watches: list[_Watch]) -> None:
-    msg = "a statement failed in the claim's transaction, and the database rolled the transaction back"
     try:
         held = all(watch.holds(connection) for watch in watches)
     except exc.DBAPIError as error:
-        raise ClaimLostError(msg) from error
+        raise ClaimLostError(_ROLLED_BACK_BY_THE_DATABASE) from error
     if not held:
-        raise ClaimLostError(msg)
+        raise ClaimLostError(_ROLLED_BACK_BY_THE_DATABASE)
 
 
 @event.listens_for(Session, "after_commit")
@@ -162,7 +181,9 @@ def _rolled_back(session: Session) -> None:
 def _ended(session: Session, transaction: OrmTransaction) -> None:
     watches: list[_Watch] | None = session.info.get(_WATCHES)
     if watches and transaction.parent is None:
-        _tell(session, watches, Fate.CLOSED)
+        _tell(session, [watch for watch in watches if watch.work is None], Fate.CLOSED)
+        for watch in session.info[_WATCHES]:
+            watch.decided(Fate.ROLLED_BACK)
 
 
 def _tell(session: Session, ended: list[_Watch], fate: Fate) -> None:
@@ -241,12 +262,19 @@ class SessionTransaction(ABC):
         watch = _Watch(self, _around(session), decided, holds, retake)
         session.info.setdefault(_WATCHES, []).append(watch)
 
+    def before_commit(self, work: Callable[[Connection], None], decided: Callable[[Fate], None]) -> None:
+        """Do work before each COMMIT, and call back at every end of a transaction."""
+        watch = _Watch(self, frozenset(), decided, _always, None, work)
+        self._session().info.setdefault(_WATCHES, []).append(watch)
+
     def forget(self) -> None:
-        """Take no lost claim anew any more: the delivery is over."""
+        """Take no lost claim anew any more, and do no work before a COMMIT: the delivery is over."""
         info = self._session().info
         info[_LOST] = [watch for watch in info.get(_LOST, ()) if watch.owner is not self]
         info[_WATCHES] = [
-            watch._replace(retake=None) if watch.owner is self else watch for watch in info.get(_WATCHES, ())
+            watch._replace(retake=None) if watch.owner is self else watch
+            for watch in info.get(_WATCHES, ())
+            if watch.owner is not self or watch.work is None
         ]
 
     async def step_aside(self) -> bool:

@@ -43,6 +43,9 @@ class Memory:
     def watch(self, decided: Callable[[Fate], None]) -> None:
         self._watching.append(decided)
 
+    def before_commit(self, work: Callable[[Any], None], decided: Callable[[Fate], None]) -> None:
+        raise NotImplementedError
+
     def forget(self) -> None:
         pass
 
@@ -83,6 +86,7 @@ class MemoryStore:
     def __init__(self, journal: list[str], *, sees_in_flight: bool = True) -> None:
         self.journal = journal
         self.sees_in_flight = sees_in_flight
+        self.durable = True
         self.refusals_logged_at = logging.INFO
         self.answers: list[Outcome | BaseException] = []
         self.looks: list[Outcome | None] = []

@@ -13,11 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastapi_dedup
-from fastapi_dedup.claims import Duplicate, Intent, Mismatch, digest, positive, scope_text, verdict
+from fastapi_dedup.claims import (
+    Duplicate,
+    InFlight,
+    Intent,
+    Lease,
+    Mismatch,
+    digest,
+    positive,
+    scope_text,
+    verdict,
+)
 from fastapi_dedup.errors import ConfigurationError
 
 NOON = datetime(2026, 11, 30, 12, tzinfo=UTC)
 TICK = timedelta(microseconds=1)
+MINUTE = timedelta(minutes=1)
 HOUR = timedelta(hours=1)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -68,6 +79,23 @@ def test_an_intent_knows_its_key_and_cannot_be_changed() -> None:
         wanted.logical_id = "other"  # type: ignore[misc]
 
 
+def answer_to(
+    wanted: Intent,
+    *,
+    now: datetime,
+    fingerprint: bytes | None = None,
+    leased_until: datetime | None = None,
+) -> Duplicate | InFlight | Mismatch | None:
+    return verdict(
+        wanted,
+        claimed_at=NOON,
+        expires_at=NOON + HOUR,
+        leased_until=leased_until,
+        fingerprint=fingerprint,
+        now=now,
+    )
+
+
 @pytest.mark.parametrize(
     ("now", "expected"),
     [
@@ -79,10 +107,7 @@ def test_an_intent_knows_its_key_and_cannot_be_changed() -> None:
 )
 def test_a_claim_counts_up_to_the_last_tick_of_its_window(now: datetime, expected: Duplicate | None) -> None:
     # case E4
-    found = verdict(
-        Intent(("tests",), "news"), claimed_at=NOON, expires_at=NOON + HOUR, fingerprint=None, now=now
-    )
-    assert found == expected
+    assert answer_to(Intent(("tests",), "news"), now=now) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,13 +119,45 @@ def test_payloads_are_compared_where_both_are_known(
 ) -> None:
     # case D3
     wanted = Intent(("tests",), "news", HOUR, second)
-    found = verdict(wanted, claimed_at=NOON, expires_at=NOON + HOUR, fingerprint=first, now=NOON)
+    found = answer_to(wanted, now=NOON, fingerprint=first)
     assert isinstance(found, Duplicate if matches else Mismatch)
 
 
 def test_an_expired_claim_for_another_payload_is_absent() -> None:
     wanted = Intent(("tests",), "news", HOUR, b"2")
-    assert verdict(wanted, claimed_at=NOON, expires_at=NOON, fingerprint=b"1", now=NOON) is None
+    assert answer_to(wanted, now=NOON + HOUR, fingerprint=b"1") is None
+
+
+@pytest.mark.parametrize(
+    ("now", "abandoned"),
+    [(NOON + TICK, False), (NOON + MINUTE - TICK, False), (NOON + MINUTE, True), (NOON + HOUR - TICK, True)],
+)
+def test_a_claim_whose_work_is_not_done_is_in_flight_and_abandoned_when_its_lease_is_over(
+    now: datetime, abandoned: bool
+) -> None:
+    found = answer_to(Intent(("tests",), "news"), now=now, leased_until=NOON + MINUTE)
+    assert found == InFlight(abandoned=abandoned)
+
+
+def test_another_payload_is_a_mismatch_before_the_work_is_done_too() -> None:
+    wanted = Intent(("tests",), "news", HOUR, b"2")
+    found = answer_to(wanted, now=NOON, fingerprint=b"1", leased_until=NOON + MINUTE)
+    assert found == Mismatch()
+
+
+@pytest.mark.parametrize(
+    ("lease", "term"),
+    [
+        (None, HOUR),
+        (Lease(MINUTE), MINUTE),
+        (Lease(MINUTE, "block"), HOUR),
+        (Lease(2 * HOUR, "block"), 2 * HOUR),
+    ],
+)
+def test_a_claim_counts_at_first_for_as_long_as_its_owner_may_stay_silent(
+    lease: Lease | None, term: timedelta
+) -> None:
+    assert Intent(("tests",), "news", HOUR, lease=lease).term == term
 
 
 @pytest.mark.parametrize("wrong", [timedelta(0), timedelta(seconds=-1), 60, 60.0, "60", None, True])

@@ -25,6 +25,7 @@ CORE = (
     "hooks",
     "identities",
     "identity",
+    "leases",
     "policy",
     "reaper",
     "refusals",

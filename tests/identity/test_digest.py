@@ -87,7 +87,9 @@ EXPIRES = CLAIMED + timedelta(hours=1)
 
 def answer(now: datetime, *, held: bytes | None = None, brings: bytes | None = None) -> Any:
     intent = Intent(("s",), "k", fingerprint=brings)
-    return verdict(intent, claimed_at=CLAIMED, expires_at=EXPIRES, fingerprint=held, now=now)
+    return verdict(
+        intent, claimed_at=CLAIMED, expires_at=EXPIRES, leased_until=None, fingerprint=held, now=now
+    )
 
 
 def test_inside_the_window_a_claim_answers_and_from_its_end_on_it_counts_as_absent() -> None:

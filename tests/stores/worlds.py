@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fastapi_dedup import Claim, ClaimInFlightError, Dedup, DuplicateError
-from fastapi_dedup.claims import Intent, Receipt
+from fastapi_dedup.claims import Intent, Lease, Receipt
 from fastapi_dedup.refusals import Refusal
 from fastapi_dedup.stores.sql import SqlStore
 from fastapi_dedup.stores.transactions import SessionTransaction
@@ -32,10 +32,15 @@ SOON = 10.0
 
 
 def intent(
-    logical_id: str, *, scope: str = "tests", window: timedelta = HOUR, fingerprint: bytes | None = None
+    logical_id: str,
+    *,
+    scope: str = "tests",
+    window: timedelta = HOUR,
+    fingerprint: bytes | None = None,
+    lease: Lease | None = None,
 ) -> Intent:
     """Return an intent in the tests' scope."""
-    return Intent((scope,), logical_id, window, fingerprint)
+    return Intent((scope,), logical_id, window, fingerprint, lease=lease)
 
 
 class Base(DeclarativeBase):
@@ -63,6 +68,7 @@ class Row:
     fingerprint: bytes | None
     claimed_at: datetime
     expires_at: datetime
+    leased_until: datetime | None
 
     @property
     def receipt(self) -> Receipt:
@@ -138,6 +144,7 @@ class World:
         self._stack.push_async_callback(dedup.stop)
         if self._clock is not None:
             self._clock.join(dedup.engine)
+            self._clock.join(dedup._store.leases._engine)
         return dedup
 
     def store(self, dedup: Dedup | None = None) -> SqlStore:
@@ -198,7 +205,7 @@ class World:
         query = text(f"select {', '.join(names)} from dedup_claims order by claimed_at, logical_id")
         async with self.engine.connect() as connection:
             found = (await connection.execute(query)).mappings().all()
-        return [Row(**{**row, **{name: _time(row[name]) for name in _TIMES}}) for row in found]
+        return [Row(**{**row, **{name: _time(row[name]) for name in _TIMES if row[name]}}) for row in found]
 
     async def row(self, wanted: Intent) -> Row | None:
         """Return the committed claim of an intent."""
@@ -245,7 +252,7 @@ class World:
         await self._clock.stand_at(moment)
 
 
-_TIMES = ("claimed_at", "expires_at")
+_TIMES = ("claimed_at", "expires_at", "leased_until")
 
 
 def _time(stored: datetime | str) -> datetime:
@@ -286,11 +293,13 @@ class StoppedClock:
         def _(connection: Any, _record: object) -> None:
             connection.create_function("strftime", -1, self._strftime)
 
-    def _strftime(self, shape: str, moment: str, shift: str = "+0 seconds") -> str:
-        assert (shape, moment) == ("%Y-%m-%d %H:%M:%f", "now")
+    def _strftime(self, shape: str, moment: str, shift: str | None = "+0 seconds") -> str | None:
+        assert shape == "%Y-%m-%d %H:%M:%f"
+        if shift is None:
+            return None
         number, unit = shift.split()
         assert unit == "seconds"
-        then = self._moment + timedelta(seconds=float(number))
+        then = (self._moment if moment == "now" else _time(moment)) + timedelta(seconds=float(number))
         return f"{then:%Y-%m-%d %H:%M:%S}.{then.microsecond // 1000:03}"
 
     async def _run(self, statements: tuple[str, ...]) -> None:

@@ -33,23 +33,39 @@ _LOOKS = 5
 _LOCK = "SELECT GET_LOCK(:name, 0) AS free, UTC_TIMESTAMP(6) AS at, @@{isolation} AS isolation"
 
 _INSERT = """
-INSERT INTO {table} (`key`, scope, logical_id, token, fingerprint, claimed_at, expires_at)
-VALUES (:key, :scope, :logical_id, :token, :fingerprint, :claimed_at, :expires_at)
+INSERT INTO {table} (`key`, scope, logical_id, token, fingerprint, claimed_at, expires_at, leased_until)
+VALUES (:key, :scope, :logical_id, :token, :fingerprint, :claimed_at, :expires_at, :leased_until)
 """
 
 # FOR UPDATE reads what is committed, whatever snapshot the transaction has.
-_LOOK = "SELECT claimed_at, expires_at, fingerprint, UTC_TIMESTAMP(6) AS at FROM {table} WHERE `key` = :key"
+_LOOK = """
+SELECT claimed_at, expires_at, leased_until, fingerprint, UTC_TIMESTAMP(6) AS at
+  FROM {table} WHERE `key` = :key
+"""
 _LOOK_BEHIND_THE_SNAPSHOT = _LOOK + " FOR UPDATE"
 
 _TAKE_OVER = """
 UPDATE {table}
-   SET token = :token, fingerprint = :fingerprint, claimed_at = :claimed_at, expires_at = :expires_at
+   SET token = :token, fingerprint = :fingerprint, claimed_at = :claimed_at, expires_at = :expires_at,
+       leased_until = :leased_until
  WHERE `key` = :key
 """
 
 _HOLDS = "SELECT count(*) FROM {table} WHERE `key` = :key AND token = :token"
 _RENEW = """
 UPDATE {table} SET expires_at = UTC_TIMESTAMP(6) + INTERVAL :microseconds MICROSECOND
+ WHERE `key` = :key AND token = :token
+"""
+_EXTEND = """
+UPDATE {table}
+   SET leased_until = UTC_TIMESTAMP(6) + INTERVAL :microseconds MICROSECOND,
+       expires_at = greatest(expires_at, UTC_TIMESTAMP(6) + INTERVAL :microseconds MICROSECOND)
+ WHERE `key` = :key AND token = :token AND leased_until IS NOT NULL
+"""
+_COMPLETE = """
+UPDATE {table}
+   SET leased_until = NULL,
+       expires_at = IF(:from_end, UTC_TIMESTAMP(6), claimed_at) + INTERVAL :microseconds MICROSECOND
  WHERE `key` = :key AND token = :token
 """
 _RELEASE = "DELETE FROM {table} WHERE `key` = :key AND token = coalesce(:token, token)"
@@ -75,6 +91,8 @@ class MySQL:
         self._take_over = text(_TAKE_OVER.format(table=name))
         self._holds = text(_HOLDS.format(table=name))
         self._renew = text(_RENEW.format(table=name))
+        self._extend = text(_EXTEND.format(table=name))
+        self._complete = text(_COMPLETE.format(table=name))
         self._release = text(_RELEASE.format(table=name))
         self._expired = text(_EXPIRED.format(table=name))
         self._delete = text(_DELETE.format(table=name))
@@ -95,9 +113,10 @@ class MySQL:
                 "token": token,
                 "fingerprint": intent.fingerprint,
                 "claimed_at": lock.at,
-                "expires_at": lock.at + intent.window,
+                "expires_at": lock.at + intent.term,
+                "leased_until": None if intent.lease is None else lock.at + intent.lease.length,
             }
-            receipt = Receipt(token, _utc(lock.at), _utc(lock.at + intent.window))
+            receipt = Receipt(token, _utc(lock.at), _utc(lock.at + intent.term))
             try:
                 connection.execute(self._insert, values)
             except exc.IntegrityError as error:
@@ -114,7 +133,7 @@ class MySQL:
             return Claimed(receipt)
         return InFlight()
 
-    def look(self, connection: Connection, intent: Intent) -> Duplicate | Mismatch | None:
+    def look(self, connection: Connection, intent: Intent) -> Duplicate | InFlight | Mismatch | None:
         """Return what a committed, unexpired claim answers; None where there is none."""
         row = connection.execute(self._look, {"key": intent.key}).one_or_none()
         return None if row is None else _answer(row, intent)
@@ -125,9 +144,23 @@ class MySQL:
 
     def renew(self, connection: Connection, intent: Intent, token: bytes) -> None:
         """Count the window of the token's claim anew from now."""
-        microseconds = intent.window // timedelta(microseconds=1)
-        values = {"key": intent.key, "token": token, "microseconds": microseconds}
+        values = {"key": intent.key, "token": token, "microseconds": _microseconds(intent.window)}
         connection.execute(self._renew, values)
+
+    def extend(self, connection: Connection, key: bytes, token: bytes, length: timedelta) -> int:
+        """Count the lease of the token's claim anew from now, and return how many there were."""
+        values = {"key": key, "token": token, "microseconds": _microseconds(length)}
+        return connection.execute(self._extend, values).rowcount
+
+    def complete(self, connection: Connection, intent: Intent, token: bytes) -> int:
+        """Make the token's leased claim a settled one, and return how many there were."""
+        values = {
+            "key": intent.key,
+            "token": token,
+            "microseconds": _microseconds(intent.window),
+            "from_end": intent.from_end,
+        }
+        return connection.execute(self._complete, values).rowcount
 
     def release(self, connection: Connection, key: bytes, token: bytes | None) -> int:
         """Delete a claim if it is the token's (None: whoever's), and return how many were deleted."""
@@ -177,11 +210,12 @@ def _give_back(driver_connection: Any, record: Any, state: Any) -> None:
     cursor.close()
 
 
-def _answer(row: Row[Any], intent: Intent) -> Duplicate | Mismatch | None:
+def _answer(row: Row[Any], intent: Intent) -> Duplicate | InFlight | Mismatch | None:
     return verdict(
         intent,
         claimed_at=_utc(row.claimed_at),
         expires_at=_utc(row.expires_at),
+        leased_until=None if row.leased_until is None else _utc(row.leased_until),
         fingerprint=row.fingerprint,
         now=_utc(row.at),
     )
@@ -189,3 +223,7 @@ def _answer(row: Row[Any], intent: Intent) -> Duplicate | Mismatch | None:
 
 def _utc(stored: datetime) -> datetime:
     return stored.replace(tzinfo=UTC)
+
+
+def _microseconds(length: timedelta) -> int:
+    return length // timedelta(microseconds=1)

@@ -19,6 +19,7 @@ from fastapi_dedup.stores.transactions import sqlstate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from datetime import timedelta
 
     from sqlalchemy import BindParameter, Connection, CursorResult, Dialect, Engine, Row, Table
 
@@ -38,9 +39,9 @@ WITH attempt AS MATERIALIZED (
            :any_snapshot OR current_setting('transaction_isolation') = 'read committed' AS fresh,
            clock_timestamp() AS at
 ), taken AS (
-    INSERT INTO {table} (key, scope, logical_id, token, fingerprint, claimed_at, expires_at)
+    INSERT INTO {table} (key, scope, logical_id, token, fingerprint, claimed_at, expires_at, leased_until)
     SELECT :key, :scope, :logical_id, :token, CAST(:fingerprint AS bytea),
-           at, at + make_interval(secs => :window)
+           at, at + make_interval(secs => :term), at + make_interval(secs => :lease)
       FROM attempt
      WHERE free AND fresh
     ON CONFLICT (key) DO NOTHING
@@ -48,7 +49,8 @@ WITH attempt AS MATERIALIZED (
 )
 SELECT attempt.free, attempt.fresh, attempt.at,
        taken.claimed_at AS taken_at, taken.expires_at AS taken_until,
-       found.claimed_at AS found_at, found.expires_at AS found_until, found.fingerprint
+       found.claimed_at AS found_at, found.expires_at AS found_until,
+       found.leased_until, found.fingerprint
   FROM attempt
   LEFT JOIN taken ON true
   LEFT JOIN {table} AS found ON found.key = :key
@@ -57,14 +59,15 @@ SELECT attempt.free, attempt.fresh, attempt.at,
 _TAKE_OVER = """
 UPDATE {table} AS expired
    SET token = :token, fingerprint = CAST(:fingerprint AS bytea), claimed_at = moment.at,
-       expires_at = moment.at + make_interval(secs => :window)
+       expires_at = moment.at + make_interval(secs => :term),
+       leased_until = moment.at + make_interval(secs => :lease)
   FROM (SELECT clock_timestamp() AS at) AS moment
  WHERE expired.key = :key AND expired.expires_at <= moment.at
 RETURNING expired.claimed_at, expired.expires_at
 """
 
 _LOOK = """
-SELECT claimed_at AS found_at, expires_at AS found_until, fingerprint, clock_timestamp() AS at
+SELECT claimed_at AS found_at, expires_at AS found_until, leased_until, fingerprint, clock_timestamp() AS at
   FROM {table} WHERE key = :key
 """
 
@@ -72,6 +75,22 @@ _HOLDS = "SELECT count(*) FROM {table} WHERE key = :key AND token = :token"
 
 _RENEW = """
 UPDATE {table} SET expires_at = clock_timestamp() + make_interval(secs => :window)
+ WHERE key = :key AND token = :token
+"""
+
+_EXTEND = """
+UPDATE {table}
+   SET leased_until = moment.at + make_interval(secs => :lease),
+       expires_at = greatest(expires_at, moment.at + make_interval(secs => :lease))
+  FROM (SELECT clock_timestamp() AS at) AS moment
+ WHERE key = :key AND token = :token AND leased_until IS NOT NULL
+"""
+
+_COMPLETE = """
+UPDATE {table}
+   SET leased_until = NULL,
+       expires_at = CASE WHEN :from_end THEN clock_timestamp() ELSE claimed_at END
+                    + make_interval(secs => :window)
  WHERE key = :key AND token = :token
 """
 
@@ -94,6 +113,9 @@ _TYPES = {
     "token": LargeBinary,
     "fingerprint": LargeBinary,
     "window": Double,
+    "term": Double,
+    "lease": Double,
+    "from_end": Boolean,
     "limit": BigInteger,
 }
 
@@ -130,6 +152,8 @@ class PostgreSQL:
         self._look = _Statement(_LOOK, name, dialect)
         self._holds = _Statement(_HOLDS, name, dialect)
         self._renew_window = _Statement(_RENEW, name, dialect)
+        self._extend = _Statement(_EXTEND, name, dialect)
+        self._complete = _Statement(_COMPLETE, name, dialect)
         self._release = _Statement(_RELEASE, name, dialect)
         self._reap = _Statement(_REAP, name, dialect)
         # Two tables of claims in one database must not see each other's flights.
@@ -145,7 +169,8 @@ class PostgreSQL:
             "logical_id": intent.logical_id,
             "token": token,
             "fingerprint": intent.fingerprint,
-            "window": intent.window.total_seconds(),
+            "term": intent.term.total_seconds(),
+            "lease": None if intent.lease is None else intent.lease.length.total_seconds(),
         }
         for _ in range(_LOOKS):
             row = self._claim.run(connection, values).one()
@@ -200,6 +225,34 @@ class PostgreSQL:
         values = {"key": intent.key, "token": token, "window": intent.window.total_seconds()}
         self._renew_window.run(connection, values)
 
+    def extend(self, connection: Connection, key: bytes, token: bytes, length: timedelta) -> int:
+        """Count the lease of the token's claim anew from now, and return how many there were."""
+        values = {"key": key, "token": token, "lease": length.total_seconds()}
+        return self._extend.run(connection, values).rowcount
+
+    def complete(self, connection: Connection, intent: Intent, token: bytes) -> int | None:
+        """Make the token's leased claim a settled one, and return how many there were.
+
+        None under REPEATABLE READ and SERIALIZABLE where the claim, or its last extension, was committed
+        behind the transaction's snapshot.
+        """
+        values = {
+            "key": intent.key,
+            "token": token,
+            "window": intent.window.total_seconds(),
+            "from_end": intent.from_end,
+        }
+        told = connection.get_execution_options().get("isolation_level")
+        if (told or connection.get_isolation_level()) == "READ COMMITTED":
+            return self._complete.run(connection, values).rowcount
+        try:
+            with connection.begin_nested():
+                return self._complete.run(connection, values).rowcount or None
+        except exc.DBAPIError as error:
+            if sqlstate(error) != _SERIALIZATION_FAILURE:
+                raise
+            return None
+
     def release(self, connection: Connection, key: bytes, token: bytes | None) -> int:
         """Delete a claim if it is the token's (None: whoever's), and return how many were deleted."""
         return self._release.run(connection, {"key": key, "token": token}).rowcount
@@ -228,13 +281,14 @@ def _receipt(token: bytes, claimed_at: datetime, expires_at: datetime) -> Receip
     return Receipt(token, claimed_at.astimezone(UTC), expires_at.astimezone(UTC))
 
 
-def _answer(row: Row[Any], intent: Intent) -> Duplicate | Mismatch | None:
+def _answer(row: Row[Any], intent: Intent) -> Duplicate | InFlight | Mismatch | None:
     if row.found_at is None:
         return None
     return verdict(
         intent,
         claimed_at=row.found_at.astimezone(UTC),
         expires_at=row.found_until.astimezone(UTC),
+        leased_until=row.leased_until,
         fingerprint=row.fingerprint,
         now=row.at,
     )

@@ -10,6 +10,7 @@ Times are kept as SQLAlchemy keeps them, as UTC text, and come from SQLite's own
 from __future__ import annotations
 
 import sqlite3
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ from fastapi_dedup.claims import Claimed, Duplicate, InFlight, Receipt, scope_te
 from fastapi_dedup.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from datetime import timedelta
+
     from sqlalchemy import Connection, Dialect, Engine, Row, Table
 
     from fastapi_dedup.claims import Intent, Mismatch, Outcome
@@ -28,23 +32,43 @@ __all__ = ["SQLite", "prepare_engine"]
 
 _NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now') || '000'"
 _THEN = "strftime('%Y-%m-%d %H:%M:%f', 'now', :window) || '000'"
+_TERM_ENDS = "strftime('%Y-%m-%d %H:%M:%f', 'now', :term) || '000'"
+_LEASE_ENDS = "strftime('%Y-%m-%d %H:%M:%f', 'now', :lease) || '000'"
+"""NULL where there is no lease, for so is everything that strftime makes of NULL."""
 
 # One step of a statement sees one 'now', so claim and window start at the same moment.
 _CLAIM = f"""
-INSERT INTO {{table}} AS held (key, scope, logical_id, token, fingerprint, claimed_at, expires_at)
-VALUES (:key, :scope, :logical_id, :token, :fingerprint, {_NOW}, {_THEN})
+INSERT INTO {{table}} AS held
+       (key, scope, logical_id, token, fingerprint, claimed_at, expires_at, leased_until)
+VALUES (:key, :scope, :logical_id, :token, :fingerprint, {_NOW}, {_TERM_ENDS}, {_LEASE_ENDS})
 ON CONFLICT (key) DO UPDATE
    SET token = excluded.token, fingerprint = excluded.fingerprint,
-       claimed_at = excluded.claimed_at, expires_at = excluded.expires_at
+       claimed_at = excluded.claimed_at, expires_at = excluded.expires_at,
+       leased_until = excluded.leased_until
  WHERE held.expires_at <= excluded.claimed_at
 RETURNING claimed_at, expires_at
 """  # noqa: S608 - the expressions are the constants above, the table's name is quoted
 
-_LOOK = f"SELECT claimed_at, expires_at, fingerprint, {_NOW} AS at FROM {{table}} WHERE key = :key"  # noqa: S608
+_LOOK = f"""
+SELECT claimed_at, expires_at, leased_until, fingerprint, {_NOW} AS at FROM {{table}} WHERE key = :key
+"""  # noqa: S608
 
 _HOLDS = "SELECT count(*) FROM {table} WHERE key = :key AND token = :token"
 
 _RENEW = f"UPDATE {{table}} SET expires_at = {_THEN} WHERE key = :key AND token = :token"  # noqa: S608
+
+_EXTEND = f"""
+UPDATE {{table}} SET leased_until = {_LEASE_ENDS}, expires_at = max(expires_at, {_LEASE_ENDS})
+ WHERE key = :key AND token = :token AND leased_until IS NOT NULL
+"""  # noqa: S608
+
+_COMPLETE = """
+UPDATE {table}
+   SET leased_until = NULL,
+       expires_at = strftime('%Y-%m-%d %H:%M:%f', CASE WHEN :from_end THEN 'now' ELSE claimed_at END, :window)
+                    || '000'
+ WHERE key = :key AND token = :token
+"""
 
 _RELEASE = "DELETE FROM {table} WHERE key = :key AND token = coalesce(:token, token)"
 
@@ -55,8 +79,8 @@ DELETE FROM {{table}} WHERE key IN (
 """  # noqa: S608
 
 
-_REAPER_PATIENCE = 250
-"""How long the reaper waits for the writer's lock, in milliseconds."""
+_PATIENCE = 250
+"""How long what can be done later waits for the writer's lock, in milliseconds."""
 
 
 class SQLite:
@@ -71,6 +95,8 @@ class SQLite:
         self._look = text(_LOOK.format(table=name))
         self._holds = text(_HOLDS.format(table=name))
         self._renew = text(_RENEW.format(table=name))
+        self._extend = text(_EXTEND.format(table=name))
+        self._complete = text(_COMPLETE.format(table=name))
         self._release = text(_RELEASE.format(table=name))
         self._reap = text(_REAP.format(table=name))
 
@@ -86,14 +112,15 @@ class SQLite:
             "logical_id": intent.logical_id,
             "token": token,
             "fingerprint": intent.fingerprint,
-            "window": _modifier(intent),
+            "term": _modifier(intent.term),
+            "lease": None if intent.lease is None else _modifier(intent.lease.length),
         }
         row = connection.execute(self._claim, values).one_or_none()
         if row is not None:
             return Claimed(Receipt(token, _time(row.claimed_at), _time(row.expires_at)))
         return self.look(connection, intent) or InFlight()
 
-    def look(self, connection: Connection, intent: Intent) -> Duplicate | Mismatch | None:
+    def look(self, connection: Connection, intent: Intent) -> Duplicate | InFlight | Mismatch | None:
         """Return what a committed, unexpired claim answers; None where there is none."""
         row: Row[Any] | None = connection.execute(self._look, {"key": intent.key}).one_or_none()
         if row is None:
@@ -102,6 +129,7 @@ class SQLite:
             intent,
             claimed_at=_time(row.claimed_at),
             expires_at=_time(row.expires_at),
+            leased_until=None if row.leased_until is None else _time(row.leased_until),
             fingerprint=row.fingerprint,
             now=_time(row.at),
         )
@@ -112,7 +140,31 @@ class SQLite:
 
     def renew(self, connection: Connection, intent: Intent, token: bytes) -> None:
         """Count the window of the token's claim anew from now."""
-        connection.execute(self._renew, {"key": intent.key, "token": token, "window": _modifier(intent)})
+        connection.execute(
+            self._renew, {"key": intent.key, "token": token, "window": _modifier(intent.window)}
+        )
+
+    def extend(self, connection: Connection, key: bytes, token: bytes, length: timedelta) -> int:
+        """Count the lease of the token's claim anew from now, and return how many there were.
+
+        The writer of the moment may be the claim's own handler, so this waits for the writer's lock a moment
+        only. Nobody can take the lease over meanwhile, for that too needs the lock.
+        """
+        with _briefly(connection):
+            begin_immediate(connection)
+            values = {"key": key, "token": token, "lease": _modifier(length)}
+            return connection.execute(self._extend, values).rowcount
+
+    def complete(self, connection: Connection, intent: Intent, token: bytes) -> int:
+        """Make the token's leased claim a settled one, and return how many there were."""
+        begin_immediate(connection)
+        values = {
+            "key": intent.key,
+            "token": token,
+            "window": _modifier(intent.window),
+            "from_end": intent.from_end,
+        }
+        return connection.execute(self._complete, values).rowcount
 
     def release(self, connection: Connection, key: bytes, token: bytes | None) -> int:
         """Delete a claim if it is the token's (None: whoever's), and return how many were deleted."""
@@ -124,18 +176,14 @@ class SQLite:
         It waits for that lock a moment only: the driver's thread cannot be called back when the app shuts
         down meanwhile.
         """
-        patience = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
-        connection.exec_driver_sql(f"PRAGMA busy_timeout = {_REAPER_PATIENCE}")
-        try:
-            begin_immediate(connection)
-            return connection.execute(self._reap, {"limit": limit}).rowcount
-        except exc.OperationalError as error:
-            if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
-                raise
-            return 0
-        finally:
-            if not connection.invalidated:  # as a cancellation leaves it
-                connection.exec_driver_sql(f"PRAGMA busy_timeout = {patience}")
+        with _briefly(connection):
+            try:
+                begin_immediate(connection)
+                return connection.execute(self._reap, {"limit": limit}).rowcount
+            except exc.OperationalError as error:
+                if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
+                    raise
+                return 0
 
     def adopt(self, engine: Engine) -> None:
         """Have the engine's savepoints hold."""
@@ -145,6 +193,18 @@ class SQLite:
     def serialize_creation(self, connection: Connection) -> None:
         """Take the writer's lock before looking whether the table is there."""
         begin_immediate(connection)
+
+
+@contextmanager
+def _briefly(connection: Connection) -> Iterator[None]:
+    """Have a connection wait for the writer's lock a moment only."""
+    patience = connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one()
+    connection.exec_driver_sql(f"PRAGMA busy_timeout = {_PATIENCE}")
+    try:
+        yield
+    finally:
+        if not connection.invalidated:  # as a cancellation leaves it
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {patience}")
 
 
 def begin_immediate(connection: Connection) -> None:
@@ -188,8 +248,8 @@ def refuse_shared_connection(engine: Engine) -> None:
         raise ConfigurationError(msg)
 
 
-def _modifier(intent: Intent) -> str:
-    return f"+{intent.window.total_seconds():.3f} seconds"
+def _modifier(length: timedelta) -> str:
+    return f"+{length.total_seconds():.3f} seconds"
 
 
 def _time(stored: str | datetime) -> datetime:
