@@ -39,12 +39,14 @@ class Settings:
             -1 does without a pool, as one does behind pgbouncer.
         gate: The port of the gate that handlers go to after their write; 0 for none.
         wait_timeout: How long POST /waiting waits for a twin, in seconds.
+        lease: The lease of the claims of POST /leased…, in seconds.
     """
 
     url: str
     pool_size: int = 0
     gate: int = 0
     wait_timeout: float = 3600.0
+    lease: float = 0.6
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
@@ -54,6 +56,7 @@ class Settings:
             pool_size=int(environ.get("ORDERS_POOL_SIZE", "0")),
             gate=int(environ.get("ORDERS_GATE", "0")),
             wait_timeout=float(environ.get("ORDERS_WAIT_TIMEOUT", "3600")),
+            lease=float(environ.get("ORDERS_LEASE", "0.6")),
         )
 
     def environ(self) -> dict[str, str]:
@@ -63,6 +66,7 @@ class Settings:
             "ORDERS_POOL_SIZE": str(self.pool_size),
             "ORDERS_GATE": str(self.gate),
             "ORDERS_WAIT_TIMEOUT": str(self.wait_timeout),
+            "ORDERS_LEASE": str(self.lease),
         }
 
 
@@ -155,6 +159,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(DedupMiddleware, dedup=shop.dedup)
     _add_riding(app, shop)
     _add_borrowing(app, shop)
+    _add_leased(app, shop)
     _add_reading(app, shop)
     return app
 
@@ -226,6 +231,46 @@ def _add_borrowing(app: FastAPI, shop: Shop) -> None:
         kill_at: KillAt = "",
     ) -> Response:
         return await shop.work(order, session, kill_at)
+
+
+def _add_leased(app: FastAPI, shop: Shop) -> None:
+    """Add the routes whose claim is leased: their handlers go to the gate before they touch the database."""
+    lease = timedelta(seconds=shop.settings.lease)
+
+    async def charge(order: Order, kill_at: str) -> None:
+        if kill_at == "after_claim":
+            die()
+        if shop.settings.gate and await ask(shop.settings.gate, order.sku) == "raise":
+            msg = "the handler failed, as the test wished"
+            raise RuntimeError(msg)
+
+    async def write(order: Order, session: AsyncSession, kill_at: str) -> None:
+        await session.execute(text("insert into orders (sku) values (:sku)"), {"sku": order.sku})
+        if kill_at == "after_write":
+            die()
+        if kill_at == "after_commit":
+            shop.doomed.add(order.sku)
+
+    before = Depends(before_claim)
+
+    @app.post("/leased", status_code=201, dependencies=[before, Depends(Deduplicated(**BY_SKU, lease=lease))])
+    async def leased(order: Order, session: RequestSession, kill_at: KillAt = "") -> None:
+        await charge(order, kill_at)
+        await write(order, session, kill_at)
+
+    async def own_session() -> AsyncIterator[AsyncSession]:
+        async with shop.sessions() as session:
+            yield session
+
+    by_handler = Deduplicated(**BY_SKU, lease=lease, session=own_session)
+
+    @app.post("/leased-by-handler", status_code=201, dependencies=[before, Depends(by_handler)])
+    async def leased_by_handler(
+        order: Order, session: Annotated[AsyncSession, Depends(own_session)], kill_at: KillAt = ""
+    ) -> None:
+        await charge(order, kill_at)
+        await write(order, session, kill_at)
+        await session.commit()
 
 
 def _add_reading(app: FastAPI, shop: Shop) -> None:
