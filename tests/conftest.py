@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +81,32 @@ def _count_servers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Count who used which server, those asked for by `request.getfixturevalue` included."""
     yield
     request.config.stash[_USES].update(s.fixture for s in SERVERS if s.fixture in request.fixturenames)
+
+
+_CROWDED = {"crash", "races"}
+"""The folders whose tests fill both cores and the server's connections: never two of them at once."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in _CROWDED:
+            item.add_marker(pytest.mark.xdist_group("crowded"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand what a worker of pytest-xdist knows about its servers over to who prints the summary."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["servers"] = (session.config.stash[_FATES], {**session.config.stash[_USES]})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    fates, uses = getattr(node, "workeroutput", {}).get("servers", ({}, {}))  # none from one that crashed
+    config: pytest.Config = node.config
+    config.stash[_FATES].update(fates)
+    for fixture, times in uses.items():
+        config.stash[_USES][fixture] += times
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

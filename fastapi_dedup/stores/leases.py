@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Engine, exc
+from sqlalchemy import Engine, event, exc
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from fastapi_dedup.stores.transactions import store_errors
@@ -41,6 +41,7 @@ class SqlLeases:
     def __init__(self, engine: AsyncEngine, dialect: Dialect) -> None:
         self._dialect = dialect
         self._engine = _beside(engine)
+        event.listen(engine.sync_engine, "engine_disposed", self._dispose_too)
         dialect.adopt(self._engine.sync_engine)
 
     async def take(self, intent: Intent) -> Outcome:
@@ -79,6 +80,10 @@ class SqlLeases:
         """Delete the claim, if it still is the receipt's."""
         key, token = intent.key, receipt.token
         return await self._run(lambda connection: self._dialect.release(connection, key, token) > 0)
+
+    def _dispose_too(self, _: Engine) -> None:
+        """Close the pool with the app's own, for an app may use a `Dedup` that it never stops."""
+        self._engine.sync_engine.dispose()
 
     async def dispose(self) -> None:
         """Close the pool."""

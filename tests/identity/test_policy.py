@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Annotated, Any
@@ -24,6 +25,11 @@ class Unhashable:
 
     def __call__(self, status: int) -> bool:
         return status > 399
+
+
+def named(options: object) -> str:
+    """Return what a test case is called: the same in every process, so without addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(options))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -78,7 +84,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[str(options) for options, _ in REFUSED])
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[named(options) for options, _ in REFUSED])
 def test_what_cannot_be_kept_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Deduplicated(**options)
@@ -126,7 +132,7 @@ def test_a_method_that_is_none_is_refused(methods: Any) -> None:
         {"failed": lambda status: status > 499},
         {"methods": {"get", "Post"}},
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_can_be_kept_is_a_value(options: dict[str, Any]) -> None:
     first, second = Deduplicated(**options), Deduplicated(**options)
@@ -156,7 +162,7 @@ def test_a_generator_of_members_is_read_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [Deduplicated("body", ["a", "b"]), Deduplicated(len), Deduplicated(scope=["x", len])], ids=str
+    "policy", [Deduplicated("body", ["a", "b"]), Deduplicated(len), Deduplicated(scope=["x", len])], ids=named
 )
 def test_a_policy_may_be_varied(policy: Deduplicated) -> None:
     varied = dataclasses.replace(policy, duplicate_status=202)
