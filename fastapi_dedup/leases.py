@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi_dedup.cancellation import uncancelled
 from fastapi_dedup.claims import Claimed, Fate, scope_text
-from fastapi_dedup.errors import ClaimLostError, StoreUnavailableError
+from fastapi_dedup.errors import ClaimLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -159,8 +159,8 @@ class LeasedTransaction:
         try:
             async with asyncio.timeout(self.lease.beat.total_seconds()):
                 extended = await leases.extend(intent, receipt)
-        except (StoreUnavailableError, TimeoutError) as error:
-            logger.warning("could not extend the lease of logical id %r in scope %r: %r", *name, error)
+        except Exception:  # whatever it was, the next beat may get through
+            logger.warning("could not extend the lease of logical id %r in scope %r", *name, exc_info=True)
             return True
         if not extended and not self._completing and self._owned is not None:
             logger.warning(

@@ -97,7 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Hand what a worker of pytest-xdist knows about its servers over to who prints the summary."""
     if (output := getattr(session.config, "workeroutput", None)) is not None:
-        output["servers"] = (session.config.stash[_FATES], {**session.config.stash[_USES]})
+        used: Counter[str] = session.config.stash[_USES]
+        output["servers"] = (session.config.stash[_FATES], {**used})
 
 
 @pytest.hookimpl(optionalhook=True)
