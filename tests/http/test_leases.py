@@ -12,9 +12,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.pool import QueuePool
 
-from fastapi_dedup import Claim, Deduplicated, RequestSession
+from fastapi_dedup import Claim, Dedup, Deduplicated, DedupMiddleware, RequestSession
 from fastapi_dedup.claims import InFlight, Lease
-from tests.http.world import KEY, World, add, client, session_of
+from fastapi_dedup.guard import GenerationalGuard
+from tests.http.world import KEY, Statements, World, add, client, session_of
 from tests.live import until
 
 LEASE = timedelta(seconds=30)
@@ -235,3 +236,29 @@ async def test_a_messages_handler_takes_the_same_policy(world: World) -> None:
     assert entered == [[True]]
     assert await leases(world) == [False]
     assert await world.orders() == ["tea"]
+
+
+async def test_a_guard_in_front_answers_for_leased_claims_too(world: World) -> None:
+    dedup = Dedup(world.engine, guard=GenerationalGuard(), reap_every=None)
+    app = FastAPI()
+    app.add_middleware(DedupMiddleware, dedup=dedup)
+    at_work, go = asyncio.Event(), asyncio.Event()
+
+    async def order(session: RequestSession) -> None:
+        at_work.set()
+        await go.wait()
+        await add(session, "tea")
+
+    route(app, Deduplicated(lease=LEASE), order)
+    async with client(app) as calls:
+        first = asyncio.create_task(calls.post("/orders", headers=FIRST))
+        await at_work.wait()
+        heard = [Statements(world.engine), Statements(dedup._store.leases._engine)]
+        assert (await calls.post("/orders", headers=FIRST)).json()["type"].endswith("#in-flight")
+        assert heard == [[], []]
+        go.set()
+        assert (await first).status_code == 201
+        for statements in heard:
+            statements.clear()
+        assert (await calls.post("/orders", headers=FIRST)).json()["type"].endswith("#duplicate")
+        assert heard == [[], []]
