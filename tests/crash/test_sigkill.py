@@ -131,8 +131,8 @@ async def kill_at_random(server: Forked, ledger: Ledger, chance: random.Random, 
             seen = await ledger.holds(sku)
             if seen not in {(0, 0), (1, 1)} or (sku in told and (told[sku], seen) != (201, (1, 1))):
                 disagreements.append(f"{sku}: (rows, claims) = {seen}, told {told.get(sku)}")
-        for sku in skus:
-            reply = await retry(server.url, "/orders", sku)
+        replies = await asyncio.gather(*(retry(server.url, "/orders", sku) for sku in skus))
+        for sku, reply in zip(skus, replies, strict=True):
             seen = await ledger.holds(sku)
             if seen != (1, 1) or (reply.problem or reply.status) not in {201, "duplicate"}:
                 disagreements.append(f"{sku}: (rows, claims) = {seen} after the retry, {reply}")
