@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from fastapi_dedup import Dedup
 from tests.databases import count, orders_table
 from tests.live import until
-from tests.messaging.brokers import Broker, Topic
+from tests.messaging.brokers import SOON, Broker, Topic
 from tests.messaging.workers import Crew, Job
 
 ENDPOINTS, PROCESSES = 3, 4
@@ -39,12 +39,20 @@ async def play(number: int, broker: Broker, database: str, folder: Path) -> None
     In every other round the endpoints share one scope, so that an order is done once in all; in the rest it
     is done once at each.
     """
+    broker.ack_wait = SOON
+    total: Counter[str] = Counter()
     for each in range(number):
         scope = "orders" if each % 2 == 0 else None
         async with orders_table(database) as engine:
             counts = await play_one(broker, engine, folder, scope)
-        told = ", ".join(f"{name} {number}" for name, number in counts.items())
-        print(f"{broker.kind}, round {each + 1}, scope {scope or 'per endpoint'}: {told}")  # noqa: T201
+        total += counts
+        tell(f"{broker.kind}, round {each + 1}, scope {scope or 'per endpoint'}", counts)
+    tell(f"{broker.kind}, {number} rounds", total)
+
+
+def tell(what: str, counts: Counter[str]) -> None:
+    """Print counts."""
+    print(f"{what}: {', '.join(f'{name} {number}' for name, number in counts.items())}")  # noqa: T201
 
 
 async def play_one(broker: Broker, engine: AsyncEngine, folder: Path, scope: str | None) -> Counter[str]:
@@ -71,13 +79,14 @@ async def play_one(broker: Broker, engine: AsyncEngine, folder: Path, scope: str
 
 async def some_work(job: Job) -> None:
     """Wait until the workers have got on a little, for kills faster than starts would stop all work."""
-    enough = job.events().total() + random.randint(10, 60)  # noqa: S311 - no secret
+    before = job.events().total()
+    for enough, patience in ((1, 2.0), (random.randint(20, 80), 0.5)):  # noqa: S311 - no secret
 
-    async def got_on() -> bool:
-        return job.events().total() >= enough
+        async def got_on(wanted: int = before + enough) -> bool:
+            return job.events().total() >= wanted
 
-    with suppress(TimeoutError):
-        await asyncio.wait_for(until(got_on), 0.5)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(until(got_on), patience)
 
 
 async def drain(broker: Broker, topic: Topic, crew: Crew) -> None:

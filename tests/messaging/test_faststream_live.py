@@ -14,7 +14,7 @@ from fastapi_dedup import Deduplicated
 from fastapi_dedup.hooks import EventKind
 from tests.http.world import World
 from tests.live import until
-from tests.messaging.brokers import Broker
+from tests.messaging.brokers import SOON, Broker
 from tests.messaging.faststream_brokers import FastStreamJetStream, FastStreamRabbitMQ
 from tests.messaging.proxy import Proxy
 from tests.messaging.shop import Shop, fail, heard, until_heard
@@ -133,6 +133,7 @@ async def test_a_lost_acknowledgement_is_made_up_for_when_the_message_comes_agai
     async def lose_what_follows() -> None:
         broker_proxy.swallow()
 
+    broker.ack_wait = SOON
     topic = await broker.topic()
     shop = Shop(lose_what_follows)
     await broker.consume(topic.endpoint, world.dedup, BY_HEADER, function=shop.order)

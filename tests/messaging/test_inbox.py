@@ -11,7 +11,7 @@ from fastapi_dedup import Deduplicated
 from fastapi_dedup.hooks import EventKind
 from tests.http.world import World
 from tests.live import until
-from tests.messaging.brokers import Broker, Topic
+from tests.messaging.brokers import SOON, Broker, Topic
 from tests.messaging.proxy import Proxy
 from tests.messaging.shop import PAUSE, Shop, heard, until_heard
 
@@ -38,6 +38,7 @@ async def handled_but_not_acknowledged(broker: Broker, world: World, topic: Topi
 async def test_a_delivery_that_was_handled_is_not_handled_again(
     broker: Broker, broker_proxy: Proxy, world: World
 ) -> None:
+    broker.ack_wait = SOON
     shop, topic = Shop(Losing(broker_proxy)), await broker.topic()
     await broker.consume(topic.endpoint, world.dedup, INBOX, function=shop.order)
     await handled_but_not_acknowledged(broker, world, topic)
@@ -81,6 +82,7 @@ async def test_it_goes_together_with_a_logical_id(
     broker: Broker, broker_proxy: Proxy, world: World, inbox_first: bool
 ) -> None:
     policies = [INBOX, Deduplicated(scope="orders")]
+    broker.ack_wait = SOON
     shop, topic = Shop(Losing(broker_proxy)), await broker.topic()
     await broker.consume(
         topic.endpoint, world.dedup, *policies[:: 1 if inbox_first else -1], function=shop.order
@@ -114,6 +116,7 @@ async def test_it_is_kept_from_the_end_of_the_handling_by_the_databases_clock(
 async def test_a_delivery_that_comes_again_after_the_window_runs_again(
     broker: Broker, broker_proxy: Proxy, world: World
 ) -> None:
+    broker.ack_wait = SOON
     shop, topic = Shop(Losing(broker_proxy)), await broker.topic()
     await broker.consume(topic.endpoint, world.dedup, INBOX, function=shop.order)
     await handled_but_not_acknowledged(broker, world, topic)

@@ -17,11 +17,16 @@ from fastapi_dedup.hooks import EventKind
 from fastapi_dedup.messaging.nats import consumer, stamped
 from tests.http.world import World
 from tests.live import until
-from tests.messaging.brokers import JetStream
+from tests.messaging.brokers import SOON, JetStream
 from tests.messaging.shop import PAUSE, Shop, fail, heard, until_heard
 
 BY_HEADER = Deduplicated()
 NEVER = timedelta(hours=1)
+
+PATIENCE = 1.0
+"""Seconds after which JetStream delivers again what sends no heartbeats: long enough for a loaded machine."""
+
+OFTEN = timedelta(seconds=PATIENCE / 7)
 
 
 async def test_the_handler_gets_the_message_the_session_and_the_claim(
@@ -52,6 +57,7 @@ async def test_a_message_that_comes_again_while_it_is_being_handled_is_never_set
         if fails:
             await fail()
 
+    jetstream.ack_wait = SOON
     shop, topic = Shop(end), await jetstream.topic()
     await jetstream.consume(
         topic.endpoint, world.dedup, BY_HEADER, function=shop.order, pause=PAUSE, heartbeat=NEVER
@@ -69,15 +75,16 @@ async def test_a_handler_may_take_longer_than_the_servers_patience(
     jetstream: JetStream, world: World
 ) -> None:
     async def take_long() -> None:
-        await asyncio.sleep(2.5 * jetstream.ack_wait)
+        await asyncio.sleep(1.3 * PATIENCE)
 
+    jetstream.ack_wait = PATIENCE
     shop, topic = Shop(take_long), await jetstream.topic()
     await jetstream.consume(
         topic.endpoint,
         world.dedup,
         BY_HEADER,
         function=shop.order,
-        heartbeat=jetstream.heartbeat,
+        heartbeat=OFTEN,
     )
     await jetstream.publish(topic, "tea", deduplication_id="1")
     await until_heard(world, EventKind.COMMITTED)
@@ -86,6 +93,7 @@ async def test_a_handler_may_take_longer_than_the_servers_patience(
 
 
 async def test_a_copy_that_waits_sends_heartbeats_too(jetstream: JetStream, world: World) -> None:
+    jetstream.ack_wait = PATIENCE
     waits = Deduplicated(in_flight="wait")
     topic = await jetstream.topic()
     async with world.dedup.claim("1", scope=("message", topic.endpoint)):
@@ -94,11 +102,11 @@ async def test_a_copy_that_waits_sends_heartbeats_too(jetstream: JetStream, worl
             world.dedup,
             waits,
             function=Shop().order,
-            heartbeat=jetstream.heartbeat,
+            heartbeat=OFTEN,
         )
         await jetstream.publish(topic, "tea", deduplication_id="1")
         await jetstream.busy(1)
-        await asyncio.sleep(1.5 * jetstream.ack_wait)
+        await asyncio.sleep(1.3 * PATIENCE)
         await jetstream.busy(1)  # and not two
     await until_heard(world, EventKind.DUPLICATE)
     assert await jetstream.drained(topic)
@@ -176,6 +184,7 @@ async def test_a_dead_letter_keeps_its_own_headers_and_says_where_it_came_from_a
 async def test_a_dead_letter_that_is_published_twice_is_stored_once_for_each_endpoint(
     jetstream: JetStream, world: World
 ) -> None:
+    jetstream.ack_wait = SOON
     topic = await jetstream.topic(endpoints=2)
     for endpoint in topic.endpoints:
         forgetful = consumer(world.dedup, BY_HEADER, dead_letter=f"{topic.name}-dead")(Shop().order)

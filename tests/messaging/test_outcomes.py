@@ -13,7 +13,7 @@ from fastapi_dedup.hooks import EventKind
 from fastapi_dedup.policy import Endpoint
 from tests.http.world import World
 from tests.live import until
-from tests.messaging.brokers import Broker
+from tests.messaging.brokers import SOON, Broker
 from tests.messaging.proxy import Proxy
 from tests.messaging.shop import PAUSE, Shop, fail, heard, until_heard
 
@@ -55,6 +55,7 @@ async def test_a_message_whose_acknowledgement_got_lost_is_acknowledged_when_it_
     async def lose_the_acknowledgement() -> None:
         broker_proxy.swallow()
 
+    broker.ack_wait = SOON
     shop, topic = Shop(lose_the_acknowledgement), await broker.topic()
     await broker.consume(topic.endpoint, world.dedup, BY_HEADER, function=shop.order)
     await broker.publish(topic, "tea", deduplication_id="1")
@@ -125,13 +126,16 @@ async def test_the_handlers_of_a_connection_that_is_lost_commit_nothing_or_are_r
         cut.set()
         await asyncio.sleep(0.3)
 
+    broker.ack_wait = SOON
     shop, topic = Shop(lose_the_connection), await broker.topic()
-    await broker.consume(topic.endpoint, world.dedup, BY_HEADER, function=shop.order, pause=PAUSE)
+
+    async def consume() -> None:
+        await broker.consume(topic.endpoint, world.dedup, BY_HEADER, function=shop.order, pause=PAUSE)
+
+    await consume()
     await broker.publish(topic, "tea", deduplication_id="1")
     await cut.wait()
-    await broker.busy(0)
-    await until_heard(world, EventKind.COMMITTED)
-    assert await broker.drained(topic)
+    await broker.drain(topic, consume)
     assert await world.orders() == ["tea"]
 
 
