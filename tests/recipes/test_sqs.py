@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from fastapi_dedup import Dedup, Deduplicated
@@ -17,8 +18,6 @@ from fastapi_dedup.messaging.acknowledge import Judge
 from tests.messaging.shop import fail
 from tests.messaging.test_pages import page
 from tests.recipes.conftest import Shop, at_work
-
-pytestmark = pytest.mark.soak  # moto's server is too slow a peer for every run
 
 PAUSE = timedelta(seconds=0.1)
 """How long a message is put off; SQS counts whole seconds, so that becomes one."""
@@ -62,10 +61,16 @@ class Queue:
             await self.defined["receive"](self.sqs, self.url, self.dead, seconds=0)
             await asyncio.sleep(0.02)
 
-    async def left(self, url: str | None = None) -> int:
-        """Return how many messages a queue holds, visible or not."""
+    async def left(self) -> int:
+        """Return how many messages the queue holds, visible or not.
+
+        It is asked twice: a message whose visibility timeout ends while SQS counts is in neither number.
+        """
+        return max(await self._count(), await self._count())
+
+    async def _count(self) -> int:
         names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
-        answer = await self.sqs.get_queue_attributes(QueueUrl=url or self.url, AttributeNames=names)
+        answer = await self.sqs.get_queue_attributes(QueueUrl=self.url, AttributeNames=names)
         return sum(int(number) for number in answer["Attributes"].values())
 
     async def drained(self) -> bool:
@@ -162,20 +167,32 @@ async def not_visible(queue: Queue) -> bool:
     return int(answer["Attributes"]["ApproximateNumberOfMessagesNotVisible"]) == 1
 
 
-async def test_a_lost_deletion_is_made_up_for_when_the_message_appears_again(  # case G3
-    queue: Queue, shop: Shop
+class LosingTheFirstDeletion:
+    """A client of SQS whose first deletion does not get through."""
+
+    def __init__(self, sqs: Any) -> None:
+        self.lost = 0
+        self._sqs = sqs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sqs, name)
+
+    async def delete_message(self, **arguments: Any) -> None:
+        if not self.lost:
+            self.lost += 1
+            raise EndpointConnectionError(endpoint_url=arguments["QueueUrl"])
+        await self._sqs.delete_message(**arguments)
+
+
+async def test_a_lost_deletion_ends_no_loop_and_is_made_up_for_when_the_message_appears_again(  # case G3
+    queue: Queue, shop: Shop, caplog: pytest.LogCaptureFixture
 ) -> None:
+    queue.sqs = losing = LosingTheFirstDeletion(queue.sqs)
     await queue.publish("A-17")
-    answer = await queue.sqs.receive_message(QueueUrl=queue.url, MessageAttributeNames=["All"])
-    (message,) = answer["Messages"]
-    envelope = queue.defined["Envelope"](
-        message["Body"], {"deduplication-id": "A-17"}, message["MessageId"], queue.url.rpartition("/")[2]
-    )
-    await queue.defined["judge"](envelope)  # and dies before it is deleted
-    assert (shop.orders, await queue.left()) == (["A-17"], 1)
     async with queue.worker():
         await shop.until(queue.drained)
-    assert shop.orders == ["A-17"]
+    assert (shop.orders, losing.lost) == (["A-17"], 1)
+    assert "could not tell the broker" in caplog.text
 
 
 async def test_a_handler_that_raises_is_tried_again(queue: Queue, shop: Shop) -> None:
