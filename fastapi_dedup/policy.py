@@ -84,7 +84,7 @@ class Policy:
         replay: Not in this release: only False.
         fingerprint: Whether the payload must be the same for a retry. None compares it where an HTTP
             header carries the id, apart from the payload; True and False force it, and a callable
-            takes the request or message and returns what to compare (bytes or str).
+            takes the request or message and returns what to compare: bytes, text, or what has members.
         failed: Tells whether a returned status means failure, which frees the id.
         store: `"durable"` claims in the database. `"memory"` claims in a guard of this process: best effort,
             lost at restart, unknown to sibling processes, and without a query.

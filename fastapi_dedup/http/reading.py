@@ -140,9 +140,7 @@ async def fingerprint_of(policy: Policy, request: Request, *, limit: int) -> byt
     if not compares_payload(policy):
         return None
     if callable(policy.fingerprint):
-        chosen = await _called(policy.fingerprint, request)
-        raw = chosen if isinstance(chosen, bytes) else str(chosen).encode()
-        return hashlib.sha256(raw).digest()
+        return fingerprint.of_chosen(await _called(policy.fingerprint, request))
     query: bytes = request.scope.get("query_string", b"")
     form = getattr(request, "_form", None)  # the framework has parsed it, so its bytes are gone
     if isinstance(form, FormData):

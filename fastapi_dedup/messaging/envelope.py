@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastapi_dedup.errors import ConfigurationError, InvalidLogicalIdError
+from fastapi_dedup.fingerprint import of_chosen, of_message
 from fastapi_dedup.identities import DEDUPLICATION_HEADER
 from fastapi_dedup.identity import from_field_values, legal, lookup, resolve
 from fastapi_dedup.identity import principal as part_of
@@ -128,13 +128,14 @@ def scope_of(
 
 
 def fingerprint_of(policy: Policy, envelope: Envelope, *, called: object = None) -> bytes | None:
-    """Return the fingerprint of a message's body; None where the policy leaves it out, as by default."""
+    """Return the fingerprint of a message's body; None where the policy leaves it out, as by default.
+
+    Raises:
+        ConfigurationError: The body, or what the policy's callable returned, cannot be compared.
+    """
     if not policy.fingerprint:
         return None
-    chosen = called if callable(policy.fingerprint) else _decoded(envelope.body)
-    if not isinstance(chosen, bytes):
-        chosen = json.dumps(chosen, sort_keys=True, separators=(",", ":"), default=_plain).encode()
-    return hashlib.sha256(chosen).digest()
+    return of_chosen(called) if callable(policy.fingerprint) else of_message(envelope.body)
 
 
 def check_policy(policy: Policy) -> None:
@@ -180,11 +181,3 @@ def _decoded(body: Any) -> Any:
         return json.loads(bytes(body) if isinstance(body, memoryview) else body)
     except (ValueError, RecursionError) as error:
         raise InvalidLogicalIdError("body", "it is not JSON") from error
-
-
-def _plain(value: Any) -> Any:
-    """Return an object's fields, for the fingerprint of a model, dataclass or struct."""
-    for dump in ("model_dump", "__getstate__"):
-        if hasattr(value, dump):
-            return getattr(value, dump)()
-    return str(value)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import enum
 import json
-from typing import Any
+import subprocess
+import sys
+from collections import UserDict
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from typing import Any, NamedTuple
+from uuid import UUID
 
+import attrs
+import msgspec
+import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastapi_dedup.fingerprint import of_fields, of_payload
+from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.fingerprint import of_chosen, of_fields, of_message, of_payload
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
@@ -97,3 +109,108 @@ def test_the_fields_of_a_form_are_compared_in_order() -> None:
     assert of_fields(fields) != of_fields([("a", "1b"), ("", "2")])
     assert of_fields(fields, query=b"x") != of_fields(fields)
     assert of_fields([("a", "\ud800")]) != of_fields([("a", "\ud801")])
+
+
+# Messages, which are no bytes any more once a library has read them
+
+
+class Size(enum.Enum):
+    SMALL = "s"
+    LARGE = "l"
+
+
+class Model(pydantic.BaseModel):
+    sku: Any
+
+
+@dataclass
+class Data:
+    sku: Any
+    seen: list[str] = field(default_factory=list)
+
+
+@attrs.define
+class Attrs:
+    sku: Any
+
+
+class Struct(msgspec.Struct):
+    sku: Any
+
+
+class Tuple(NamedTuple):
+    sku: Any
+
+
+class Plain:
+    def __init__(self, sku: Any) -> None:
+        self.sku = sku
+
+    def __repr__(self) -> str:
+        return "an order"
+
+
+KINDS = [Model, Data, Attrs, Struct, Tuple, Plain, lambda sku: {"sku": sku}, lambda sku: UserDict(sku=sku)]
+WORDS = [
+    ("tea", "Tea"),
+    (1, "1"),
+    (Decimal("1.10"), Decimal("1.20")),
+    (datetime(2026, 11, 30, 3, tzinfo=UTC), datetime(2026, 11, 30, 4, tzinfo=UTC)),
+    (date(2026, 11, 30), date(2026, 12, 1)),
+    (timedelta(seconds=1), timedelta(seconds=2)),
+    (UUID(int=1), UUID(int=2)),
+    (b"\xff", b"\xfe"),
+    ({"a", "b"}, {"a", "c"}),
+    (Size.SMALL, Size.LARGE),
+    (pydantic.SecretStr("one"), pydantic.SecretStr("two")),
+    ([Plain("a")], [Plain("b")]),
+]
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("one", "other"), WORDS, ids=lambda word: type(word).__name__)
+def test_messages_differ_where_a_member_does(make: Any, one: Any, other: Any) -> None:
+    # case D3
+    assert of_message(make(sku=one)) == of_message(make(sku=one)) != of_message(make(sku=other))
+    assert of_chosen(make(sku=one)) == of_chosen(make(sku=one)) != of_chosen(make(sku=other))
+
+
+@given(JSON)
+def test_a_message_has_the_fingerprint_of_the_request_with_its_body(value: Any) -> None:
+    raw = json.dumps(value).encode()
+    sent = of_payload(raw, content_type="application/json")
+    assert of_message(raw) == of_message(bytearray(raw)) == of_message(memoryview(raw)) == sent
+    assert of_message(raw.decode()) == sent
+    if not isinstance(value, str):  # a message that is text is read like a body
+        assert of_message(value) == sent
+
+
+def test_a_message_that_is_no_json_is_compared_by_its_bytes() -> None:
+    assert of_message(b"tea") == of_message("tea") == of_message(memoryview(b"tea")) != of_message(b"Tea")
+
+
+def test_what_a_callable_chose_is_compared_as_it_is() -> None:
+    assert of_chosen("tea") == of_chosen(b"tea") != of_chosen(b"Tea")
+    assert of_chosen({"a": 1, "b": 2}) == of_chosen({"b": 2, "a": 1}) != of_chosen({"a": 2, "b": 1})
+    others: list[object] = [None, 1, 2, "", [], {}]
+    assert len({of_chosen(each) for each in others}) == len(others)
+
+
+def test_the_order_of_a_set_does_not_count_in_any_process() -> None:
+    tell = "from fastapi_dedup.fingerprint import of_message; print(of_message({'sku': set('abcdef')}).hex())"
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", tell],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert told == {f"{of_message({'sku': set('fedcba')}).hex()}\n"}
+
+
+def test_what_cannot_be_told_apart_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no fingerprint can be made of a object"):
+        of_message({"sku": object()})

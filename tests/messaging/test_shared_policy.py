@@ -18,8 +18,8 @@ from tests.http.world import Order, World, add, talk
 from tests.messaging.brokers import Broker, Topic
 from tests.messaging.shop import PAUSE, body_of, heard, until_heard
 
-ONE_POLICY = Deduplicated(source="body", member="sku", scope="orders")
-TEA = {"sku": "tea"}
+ONE_POLICY = Deduplicated(source="body", member="sku", scope="orders", fingerprint=True)
+TEA = {"sku": "tea", "note": "hot"}
 
 
 def app_of(world: World) -> FastAPI:
@@ -53,6 +53,22 @@ async def test_an_order_that_comes_by_http_and_by_queue_commits_once(
         assert (await client.post("/orders", json=TEA)).status_code == 409
     assert await broker.drained(topic)
     assert (await world.orders(), await world.scopes()) == (["tea"], ["orders"])
+    assert await broker.dead(topic) == []
+
+
+async def test_another_order_under_the_same_id_is_refused_by_either_door(
+    broker: Broker, world: World
+) -> None:
+    topic, cold = await broker.topic(), {**TEA, "note": "cold"}
+    await consume_orders(broker, world, topic)
+    async with talk(app_of(world)) as client:
+        assert (await client.post("/orders", json=TEA)).status_code == 201
+        await broker.publish(topic, cold)
+        (letter,) = await broker.dead_letters(topic, 1)
+        assert json.loads(letter.body) == cold
+        assert (await client.post("/orders", json=cold)).status_code == 422
+    assert await broker.drained(topic)
+    assert await world.orders() == ["tea"]
 
 
 async def test_orders_that_come_by_both_at_once_commit_once(broker: Broker, world: World) -> None:
