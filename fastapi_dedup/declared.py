@@ -23,6 +23,7 @@ from fastapi_dedup.errors import ConfigurationError
 __all__ = [
     "DECLARED",
     "DeduplicationIdentity",
+    "annotations_of",
     "checked_names",
     "checked_type",
     "deduplication_identity",
@@ -35,9 +36,9 @@ if sys.version_info >= (3, 14):
     # A name that only exists for type checkers is no error there.
     from annotationlib import Format
 
-    _annotations = partial(inspect.get_annotations, format=Format.FORWARDREF)
+    annotations_of = partial(inspect.get_annotations, format=Format.FORWARDREF)
 else:
-    _annotations = inspect.get_annotations
+    annotations_of = inspect.get_annotations
 
 DECLARED = "__deduplication_identity__"
 _Type = TypeVar("_Type", bound=type)
@@ -137,7 +138,7 @@ def marks_of(kind: type) -> dict[str, bool]:
     marks: dict[str, bool] = {}
     for base in reversed(kind.__mro__[:-1]):
         names = _Names(dict(vars(base)), getattr(sys.modules.get(base.__module__), "__dict__", {}))
-        own = _annotations(base)
+        own = annotations_of(base)
         understood = _understood(base)
         for name in {**own, **understood}:
             where = f"{kind.__qualname__}.{name}"

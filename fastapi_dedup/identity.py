@@ -140,6 +140,8 @@ def lookup(payload: object, path: str) -> object:
     for step in path.split("."):
         if isinstance(found, Mapping):
             found = found.get(step)
+        elif step in getattr(type(found), "_fields", ()):  # a named tuple's
+            found = getattr(found, step)
         elif isinstance(found, Sequence) and not isinstance(found, str | bytes):
             found = found[int(step)] if step.isdecimal() and int(step) < len(found) else None
         elif isinstance(found, _LEAVES):

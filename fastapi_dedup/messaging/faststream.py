@@ -39,16 +39,18 @@ from fastapi_dedup.errors import (
     MissingLogicalIdError,
 )
 from fastapi_dedup.identities import DEDUPLICATION_HEADER, headers_for
-from fastapi_dedup.messaging.envelope import Envelope, check_policy, with_stamp
+from fastapi_dedup.messaging.envelope import Envelope, with_stamp
 from fastapi_dedup.messaging.extras import driver
-from fastapi_dedup.messaging.handler import Result, handle
+from fastapi_dedup.messaging.handler import Result, check, handle
 from fastapi_dedup.messaging.origins import delivery_id_of, endpoint_of, function_of
 from fastapi_dedup.policy import Endpoint
 
 with driver("faststream", extra="faststream"):
     from faststream import AckPolicy, BaseMiddleware, Context, Depends
-    from faststream.exceptions import AckMessage, HandlerException, NackMessage, RejectMessage, StopConsume
+    from faststream.exceptions import AckMessage, HandlerException, NackMessage, RejectMessage
     from faststream.message import SourceType, StreamMessage
+
+    from fastapi_dedup.messaging.faststream_acks import check_subscriber, comes_again, stop
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -123,8 +125,7 @@ def deduplicated(*policies: Policy) -> Callable[[_Handler], _Handler]:
     if not policies:
         msg = "deduplicated() takes a policy: deduplicated(Deduplicated(...))"
         raise ConfigurationError(msg)
-    for policy in policies:
-        check_policy(policy)
+    check(policies)
 
     def decorate(function: _Handler) -> _Handler:
         if hasattr(function, "call_wrapped"):
@@ -171,11 +172,11 @@ class DeduplicatingMiddleware:
     """
 
     def __init__(self, dedup: Dedup, *policies: Policy, pause: timedelta = timedelta(seconds=0.5)) -> None:
-        for policy in policies:
-            check_policy(policy)
+        check(policies, dedup)
         self._dedup = dedup
         self._policies = policies
         self._pause = positive("pause", pause).total_seconds()
+        self._known: dict[tuple[Callable[..., Any], str], tuple[Policy, ...]] = {}
         self._warned: set[str] = set()
 
     def __call__(self, message: Any, /, *, context: ContextRepo) -> BaseMiddleware[Any, Any]:
@@ -191,16 +192,21 @@ class DeduplicatingMiddleware:
             return await call_next(message)
         function = await function_of(subscriber, message)
         endpoint = endpoint_of(subscriber, message, function)
-        policies = self._policies_of(function, endpoint)
-        if not policies:
-            return await call_next(message)
+        try:
+            policies = self._policies_of(function, endpoint)
+        except ConfigurationError as error:
+            await stop(message, str(error))
         around: _Held | None = context.get_local(_KEY)
-        if around is not None and around.message is message and around.policies == policies:
-            return await call_next(message)  # the broker has this middleware, and so has the router
-        await _check(subscriber, message, endpoint, around)
-        body = await message.decode()
+        nested = around is not None and around.message is message
+        if not policies or (around is not None and nested and around.policies == policies):
+            return await call_next(message)  # no policy; or the router has this middleware too
+        await check_subscriber(subscriber, message, endpoint, nested=nested)
+        return await self._handle(endpoint, _Run(call_next, message, context, policies))
+
+    async def _handle(self, endpoint: str, run: _Run) -> Any:
+        message, policies = run.message, run.policies
+        body = await _body_of(message)
         envelope = Envelope(body, message.headers, delivery_id_of(message), endpoint, message)
-        run = _Run(call_next, message, context, policies)
         try:
             result = await handle(self._dedup, policies, envelope, run)
         except DedupError as error:
@@ -211,21 +217,22 @@ class DeduplicatingMiddleware:
             raise AckMessage
         if result is Result.IN_FLIGHT:
             return await self._give_back(message, endpoint)
-        if not run.used and all(policy.session is None for policy in policies):
-            self._warn_unused(endpoint)
+        if not run.used and any(policy.store == "durable" for policy in policies):
+            self._warn_unused(policies, endpoint)
         if run.error is not None:
             raise run.error
         return run.result
 
     def _policies_of(self, function: Callable[..., Any], endpoint: str) -> tuple[Policy, ...]:
-        own: tuple[Policy, ...] = getattr(function, _POLICIES, ()) or self._policies
-        if own:
-            return own
-        required = self._dedup.required_of(Endpoint("message", endpoint, function))
-        if required is None:
-            return ()
-        check_policy(required)
-        return (required,)
+        if (known := self._known.get((function, endpoint))) is not None:
+            return known
+        policies: tuple[Policy, ...] = getattr(function, _POLICIES, ()) or self._policies
+        if not policies:
+            required = self._dedup.required_of(Endpoint("message", endpoint, function))
+            policies = () if required is None else (required,)
+        check(policies, self._dedup)
+        self._known[function, endpoint] = policies
+        return policies
 
     async def _refuse(self, message: StreamMessage[Any], endpoint: str, error: DedupError) -> NoReturn:
         """Answer for a message that was not handled, though nothing is wrong with its handler."""
@@ -238,7 +245,7 @@ class DeduplicatingMiddleware:
 
     async def _give_back(self, message: StreamMessage[Any], endpoint: str) -> NoReturn:
         """Give a message back to its broker after a pause: its work may still fail, or was not tried."""
-        if not _comes_again(message):
+        if not comes_again(message):
             logger.warning("a message of %s is lost, for its broker cannot deliver it again", endpoint)
             raise NackMessage
         pause = self._pause * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, not a secret
@@ -247,8 +254,8 @@ class DeduplicatingMiddleware:
         await asyncio.sleep(pause)
         raise NackMessage
 
-    def _warn_unused(self, endpoint: str) -> None:
-        if endpoint not in self._warned:
+    def _warn_unused(self, policies: tuple[Policy, ...], endpoint: str) -> None:
+        if endpoint not in self._warned and all(policy.session is None for policy in policies):
             self._warned.add(endpoint)
             logger.warning(
                 "the handler of %s has a claim in a transaction that it never uses, so a crash between the "
@@ -282,6 +289,8 @@ class _Run:
     """The handler's work on one message, and what came of it.
 
     Attributes:
+        message: The message.
+        policies: The policies that it is under.
         result: What the handler returned.
         error: What it raised.
         used: Whether it has asked for the session or the claim.
@@ -294,19 +303,19 @@ class _Run:
         context: ContextRepo,
         policies: tuple[Policy, ...],
     ) -> None:
+        self.message = message
+        self.policies = policies
         self._call_next = call_next
-        self._message = message
         self._context = context
-        self._policies = policies
         self.result: Any = None
         self.error: Exception | None = None
         self.used = False
 
     async def __call__(self, session: AsyncSession, claim: Claim | None) -> None:
-        held = _Held(self._message, self._policies, session, claim)
+        held = _Held(self.message, self.policies, session, claim)
         try:
             with self._context.scope(_KEY, held):
-                self.result = await self._call_next(self._message)
+                self.result = await self._call_next(self.message)
         except AckMessage as done:  # the message will not come again, so its work must be committed
             self.error = done
         except Exception as error:
@@ -316,50 +325,12 @@ class _Run:
             self.used = held.used
 
 
-class _RefusedError(ConfigurationError, StopConsume):
-    """What the subscriber says of its acknowledgements cannot be kept, so it stops at its first message."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-async def _check(subscriber: Any, message: StreamMessage[Any], endpoint: str, around: _Held | None) -> None:
-    """Refuse what would lose messages or run them twice.
-
-    Raises:
-        ConfigurationError: Messages come in batches, are not acknowledged after COMMIT, or are under other
-            policies already.
-    """
-    if around is not None and around.message is message:
-        msg = (
-            f"{endpoint} is under two DeduplicatingMiddlewares with different policies, and so in two "
-            "transactions: give the policies to the broker's, the router's, or the handler itself"
-        )
-    elif message.batch_headers:
-        msg = f"{endpoint} gets messages in batches, which have no id of their own: subscribe without batch"
-    elif not _acknowledged_after(subscriber.ack_policy, message):
-        msg = (
-            f"{endpoint} does not acknowledge after COMMIT (ack_policy is {subscriber.ack_policy.name}), so "
-            "a message whose work fails, or is in flight elsewhere, would be lost: subscribe with "
-            "ack_policy=AckPolicy.NACK_ON_ERROR, and to Kafka and Redis streams in a group"
-        )
-    else:
-        return
-    logger.error("stopped consuming: %s", msg)
-    await message.nack()
-    raise _RefusedError(msg)
-
-
-def _acknowledged_after(policy: AckPolicy, message: StreamMessage[Any]) -> bool:
-    if policy is AckPolicy.MANUAL:  # which is also the policy where there is nothing to acknowledge
-        return not _comes_again(message)
-    return policy is not AckPolicy.ACK_FIRST
-
-
-def _comes_again(message: StreamMessage[Any]) -> bool:
-    """Tell whether a message's broker waits for its acknowledgement: not so lists, channels and core NATS."""
-    settled = getattr(message.raw_message, "_ackd", False)
-    return type(message).ack is not StreamMessage.ack and not settled
+async def _body_of(message: StreamMessage[Any]) -> Any:
+    """Return a message's body as FastStream decodes it; as it was sent, where that cannot be decoded."""
+    try:
+        return await message.decode()
+    except ValueError:  # no JSON, or no UTF-8: then no id is in it either, and a retry changes nothing
+        return message.body
 
 
 # Publishing

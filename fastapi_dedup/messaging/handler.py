@@ -15,15 +15,17 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
+import re
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cached_property, partial, update_wrapper
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, get_args, get_origin, get_type_hints
 
 from anyio import to_thread
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from fastapi_dedup.claims import Claim, Duplicate, Mismatch
 from fastapi_dedup.core import settled
+from fastapi_dedup.declared import annotations_of
 from fastapi_dedup.errors import (
     ClaimInFlightError,
     ConfigurationError,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.runtime import Dedup
 
-__all__ = ["MessageHandler", "Result", "handle"]
+__all__ = ["MessageHandler", "Result", "check", "handle"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -217,11 +219,7 @@ class MessageHandler:
     def __init__(
         self, dedup: Dedup, policies: Sequence[Policy], function: Callable[..., Any], *, endpoint: str | None
     ) -> None:
-        for policy in policies:
-            _check(policy, dedup)
-        if len({_factory(policy.session) for policy in policies if policy.session is not None}) > 1:
-            msg = "the policies of one handler name different sessions: a handler has one transaction"
-            raise ConfigurationError(msg)
+        check(policies, dedup)
         self._dedup = dedup
         self._explicit = tuple(policies)
         self._function = function
@@ -243,7 +241,7 @@ class MessageHandler:
                 "write dedup.handler(Deduplicated(...)), or dedup.require(predicate, policy)"
             )
             raise ConfigurationError(msg)
-        _check(required, self._dedup)
+        check((required,), self._dedup)
         return (required,)
 
     async def __call__(self, message: Any, *args: Any, **kwargs: Any) -> Result:
@@ -281,28 +279,96 @@ class MessageHandler:
             )
 
 
-def _check(policy: Policy, dedup: Dedup) -> None:
-    """Refuse what messages, or the guard that is the policy's store, cannot keep."""
-    check_policy(policy)
-    if policy.store == "memory":
-        dedup.memory_of(policy)
+def check(policies: Sequence[Policy], dedup: Dedup | None = None) -> None:
+    """Refuse policies that messages cannot keep, alone or together, where they are given to a handler.
+
+    Args:
+        policies: The handler's policies.
+        dedup: The runtime; None where it is not known yet.
+
+    Raises:
+        ConfigurationError: One cannot be kept, or they do not go together.
+    """
+    for policy in policies:
+        check_policy(policy)
+        if policy.session is not None:
+            _check_factory(_factory(policy.session))
+        if policy.store == "memory" and dedup is not None:
+            dedup.memory_of(policy)
+    if len({_factory(policy.session) for policy in policies if policy.session is not None}) > 1:
+        msg = "the policies of one handler name different sessions: a handler has one transaction"
+        raise ConfigurationError(msg)
+
+
+def _check_factory(factory: Callable[[], Any]) -> None:
+    """Refuse a dependency that has dependencies: over HTTP FastAPI resolves them, here nobody does."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # it cannot be called, or does not tell
+        parameters = {}.values()
+    wanted = [
+        each.name
+        for each in parameters
+        if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}
+        and (each.default is each.empty or hasattr(each.default, "dependency"))
+    ]
+    if not callable(factory) or wanted:
+        takes = f" takes {', '.join(wanted)}" if wanted else " cannot be called"
+        msg = (
+            f"session={factory!r}{takes}: over messages nobody fills in what a dependency takes. Give one "
+            "that takes nothing, or call the handler with its session"
+        )
+        raise ConfigurationError(msg)
+
+
+_OURS = re.compile(r"\b(AsyncSession|Claim)\b")
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str | None, str | None]:
     """Return the names of the parameters for the session and for the claim."""
-    try:
-        hints = get_type_hints(function, include_extras=False)
-    except (NameError, TypeError):
-        hints = {}
-    hints.pop("return", None)
     session = claim = None
-    for name, hint in hints.items():
+    for name, hint in _hints(function).items():
         for kind in get_args(hint) or (hint,):
             if isinstance(kind, type) and issubclass(kind, AsyncSession):
                 session = name
             if kind is Claim:
                 claim = name
     return session, claim
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of a function's parameters; what exists for type checkers only is left out.
+
+    Raises:
+        ConfigurationError: What exists for type checkers only is the session or the claim.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    try:
+        hints = get_type_hints(function)
+    except Exception:  # noqa: BLE001 - one annotation that means nothing here hides all the others
+        names = getattr(inspect.unwrap(function), "__globals__", {})
+        hints = {name: _evaluated(hint, names, name) for name, hint in annotations_of(function).items()}
+    hints.pop("return", None)
+    return hints
+
+
+def _evaluated(hint: Any, names: dict[str, Any], parameter: str) -> Any:
+    text = hint.__forward_arg__ if isinstance(hint, ForwardRef) else hint
+    if not isinstance(text, str):
+        return hint
+    try:
+        return eval(text, names)  # noqa: S307 - the function's own text, as in typing.get_type_hints
+    except Exception as error:
+        if not _OURS.search(text):
+            return None
+        msg = (
+            f"the annotation of {parameter}, {text!r}, names something that only exists for type checkers or "
+            "inside a function: import it at run time, at the top of the module"
+        )
+        raise ConfigurationError(msg) from error
 
 
 async def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> object:

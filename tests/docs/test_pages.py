@@ -20,6 +20,8 @@ from fastapi_dedup import Claim, Dedup, DedupMiddleware, errors
 from fastapi_dedup.guard import GenerationalGuard
 from fastapi_dedup.hooks import Event, EventKind
 from fastapi_dedup.http.problems import KINDS, answer_to
+from fastapi_dedup.messaging.envelope import Envelope
+from fastapi_dedup.messaging.handler import Result
 from fastapi_dedup.policy import Policy, failure_status
 from fastapi_dedup.stores.sql import claims_table
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors_of, code, name_of, prose_of, table_of
@@ -158,6 +160,15 @@ def test_the_attributes_of_a_claim() -> None:
 def test_the_attributes_of_an_event_and_its_kinds() -> None:
     assert attributes_told("events.md", "## Event") == [field.name for field in dataclasses.fields(Event)]
     assert attributes_told("events.md", "## Kinds") == [kind.value for kind in EventKind]
+
+
+def test_the_results_of_a_message_and_the_attributes_of_an_envelope() -> None:
+    results = table_of(REFERENCE / "messages.md", "## Results")
+    assert [(code(row[0]), code(row[1]).strip('"')) for row in results] == [
+        (result.name, result.value) for result in Result
+    ]
+    envelope = [field.name for field in dataclasses.fields(Envelope)]
+    assert attributes_told("messages.md", "## Envelope") == envelope
 
 
 def test_the_errors() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from typing import Annotated, Any
 
 import pytest
@@ -110,6 +111,18 @@ async def test_a_message_without_a_legal_id_is_rejected(
     # Kafka has no rejection: FastStream commits the offset.
     assert stream.answers == ["ACKED" if kind.broker is KafkaBroker else "REJECTED"]
     assert await world.orders() == []
+
+
+@pytest.mark.parametrize("body", [b"{no JSON", b"\xff"])
+async def test_a_message_that_cannot_be_decoded_has_no_id_and_is_rejected(
+    rabbitmq_in_memory: Stream, world: World, body: bytes
+) -> None:
+    stream = rabbitmq_in_memory
+    stream.subscriber()(deduplicated(BY_SKU)(add))
+    async with stream.running():
+        await stream.broker.publish(body, "orders", content_type="application/json")
+    assert stream.answers == ["REJECTED"]
+    assert heard(world, EventKind.INVALID) == 1
 
 
 async def test_an_id_that_was_used_for_another_payload_is_rejected(
@@ -520,6 +533,18 @@ async def test_a_handler_that_never_uses_the_claim_s_transaction_is_warned_of_on
     ]
 
 
+async def test_who_claims_in_memory_is_not_warned_of_transactions(
+    rabbitmq_in_memory: Stream, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = rabbitmq_in_memory
+    stream.subscriber()(deduplicated(Deduplicated("body", "sku", store="memory"))(ping))
+    async with stream.running():
+        for _ in range(2):
+            await stream.publish(TEA)
+    assert (heard(world, EventKind.DUPLICATE), await world.ids()) == (1, [])
+    assert "never uses" not in caplog.text
+
+
 # What is refused
 
 
@@ -572,6 +597,28 @@ def test_a_policy_that_messages_cannot_keep_is_refused_where_it_is_given(world: 
         deduplicated(policy)
     with pytest.raises(ConfigurationError, match="a message has no path"):
         DeduplicatingMiddleware(world.dedup, policy)
+    with pytest.raises(ConfigurationError, match="store='memory' keeps an id for"):
+        DeduplicatingMiddleware(world.dedup, Deduplicated(store="memory", window=timedelta(days=1)))
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ([], "a message has no path"),
+        ([Deduplicated(store="memory", window=timedelta(days=1))], "keeps an id for"),
+    ],
+    ids=["required", "its own"],
+)
+async def test_what_is_found_out_at_the_first_message_stops_the_subscriber(
+    rabbitmq_in_memory: Stream, world: World, own: list[Deduplicated], message: str
+) -> None:
+    world.dedup.require(lambda _: True, Deduplicated("path", "sku"))
+    stream = rabbitmq_in_memory
+    stream.subscriber()(deduplicated(*own)(add) if own else add)
+    async with stream.running():
+        with pytest.raises(ConfigurationError, match=message):
+            await stream.publish(TEA)
+    assert (stream.answers, await world.orders()) == (["NACKED"], [])
 
 
 def test_the_decorator_wants_a_policy_and_the_function_itself(rabbitmq_in_memory: Stream) -> None:

@@ -38,7 +38,7 @@ def test_what_a_driver_itself_misses_is_not_blamed_on_the_extra(driver: str, tmp
     assert error == "ModuleNotFoundError: No module named 'what_the_driver_needs'"
 
 
-@pytest.mark.parametrize("broker", ["aio_pika", "aiokafka", "nats", "redis"])
-def test_the_module_for_faststream_imports_no_broker(broker: str) -> None:
-    check = f"import fastapi_dedup.messaging.faststream, sys; sys.exit(str({broker!r} in sys.modules))"
-    assert told(check) == "False"
+def test_the_module_for_faststream_imports_no_broker() -> None:
+    brokers = {"aio_pika", "aiokafka", "confluent_kafka", "nats", "redis"}
+    statement = f"import fastapi_dedup.messaging.faststream, sys; sys.exit(str({brokers} & {{*sys.modules}}))"
+    assert told(statement) == "set()"

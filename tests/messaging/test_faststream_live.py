@@ -69,6 +69,31 @@ async def test_a_copy_in_flight_is_delivered_again_and_runs_if_the_original_fail
     assert (await world.orders(), shop.runs) == (["tea"], 2)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_message_that_jetstream_delivers_again_meanwhile_is_never_settled_by_its_copy(  # case G4
+    nats_url: str, world: World, fails: bool
+) -> None:
+    ending = asyncio.Event()
+
+    async def end() -> None:
+        await ending.wait()
+        if fails:
+            await fail()
+
+    broker = FastStreamJetStream(nats_url)
+    broker.ack_wait = SOON
+    topic, shop = await broker.topic(), Shop(end)
+    await broker.consume(topic.endpoint, world.dedup, BY_HEADER, function=shop.order)
+    await broker.publish(topic, "tea", deduplication_id="1")
+    await until_heard(world, EventKind.IN_FLIGHT, 2)
+    assert await broker.left(topic.endpoint) == 1
+    ending.set()
+    await until_heard(world, EventKind.COMMITTED)
+    assert await broker.drained(topic)
+    assert (await world.orders(), shop.runs) == (["tea"], 2 if fails else 1)
+    await broker.close()
+
+
 async def test_an_id_that_fans_out_to_two_endpoints_runs_once_in_each(  # case G1
     broker: Broker, world: World
 ) -> None:
