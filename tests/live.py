@@ -9,14 +9,17 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -31,13 +34,31 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class _Server(uvicorn.Server):
+    """uvicorn looks whether it is to stop every tenth of a second; this one is told."""
+
+    def __init__(self, app: Any, **options: Any) -> None:
+        super().__init__(
+            uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on", **options)
+        )
+        # The test owns the signals.
+        self.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+        self.stopping = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.stopping.wait()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.servers[0].sockets[0].getsockname()[1]}"
+
+
 @asynccontextmanager
 async def live(app: Any, **options: Any) -> AsyncIterator[str]:
     """Serve an app on a real socket, in this event loop, and yield its base URL."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on", **options)
-    server = uvicorn.Server(config)
-    # The test owns the signals.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    server = _Server(app, **options)
     serving = asyncio.create_task(server.serve())
     try:
         while not server.started:
@@ -46,11 +67,30 @@ async def live(app: Any, **options: Any) -> AsyncIterator[str]:
                 msg = "the server stopped before it had started"
                 raise RuntimeError(msg)
             await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
+        yield server.url
     finally:
         server.should_exit = True
+        server.stopping.set()
         await serving
+
+
+@contextmanager
+def live_in_a_thread(app: Any) -> Iterator[str]:
+    """Serve an app on a real socket, in a thread, and yield its base URL: for tests that share it."""
+    started: queue.SimpleQueue[tuple[str, Callable[[], object]]] = queue.SimpleQueue()
+
+    async def serve() -> None:
+        stopped = asyncio.Event()
+        async with live(app) as url:
+            started.put((url, partial(asyncio.get_running_loop().call_soon_threadsafe, stopped.set)))
+            await stopped.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    url, stop = started.get(timeout=30)
+    yield url
+    stop()
+    thread.join()
 
 
 class Process:

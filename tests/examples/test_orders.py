@@ -33,6 +33,13 @@ class Server:
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=30)
 
+    def empty(self) -> None:
+        engine = create_engine(self._database)
+        with engine.begin() as connection:
+            for table in ("orders", "stock", "dedup_claims"):
+                connection.execute(text(f"DELETE FROM {table}"))
+        engine.dispose()
+
     def rows(self, query: str) -> list[tuple[object, ...]]:
         engine = create_engine(self._database)
         try:
@@ -50,19 +57,25 @@ class Server:
         return self.rows("SELECT scope, logical_id FROM dedup_claims ORDER BY scope, logical_id")
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if request.param == "sqlite":
-        file = tmp_path / "orders.db"
-        with process(
-            "examples.orders.app:app", environ={DATABASE_URL_VARIABLE: f"sqlite+aiosqlite:///{file}"}
-        ) as running:
-            yield Server(running.url, f"sqlite:///{file}")
+        file = tmp_path_factory.mktemp("orders") / "orders.db"
+        environ = {DATABASE_URL_VARIABLE: f"sqlite+aiosqlite:///{file}"}
+        with process("examples.orders.app:app", environ=environ) as service:
+            yield Server(service.url, f"sqlite:///{file}")
         return
     with postgres_database(request.getfixturevalue("postgres_url")) as url:
-        asynchronous = driver_url(url, "asyncpg")
-        with process("examples.orders.app:app", environ={DATABASE_URL_VARIABLE: asynchronous}) as running:
-            yield Server(running.url, driver_url(url, "psycopg"))
+        environ = {DATABASE_URL_VARIABLE: driver_url(url, "asyncpg")}
+        with process("examples.orders.app:app", environ=environ) as service:
+            yield Server(service.url, driver_url(url, "psycopg"))
+
+
+@pytest.fixture
+def server(running: Server) -> Server:
+    """Return the service, with nothing in stock, no orders and no claims."""
+    running.empty()
+    return running
 
 
 async def deliver(client: httpx.AsyncClient, sku: str, quantity: int, key: str) -> httpx.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,8 +36,6 @@ class Shop:
         return [key for _, _, keys in self.seen for key in keys]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            return
         while (await receive()).get("more_body"):
             pass
         headers = [(name.decode(), value.decode("latin-1")) for name, value in scope["headers"]]
@@ -86,6 +85,21 @@ async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
             await sink.drain()
 
 
+# Transports: all share one TLS context, which takes longer to make than a test here takes
+
+_TLS = ssl.create_default_context()
+
+
+def transport() -> httpx.HTTPTransport:
+    """Return httpx's own transport."""
+    return httpx.HTTPTransport(verify=_TLS)
+
+
+def async_transport() -> httpx.AsyncHTTPTransport:
+    """Return httpx's own transport, async."""
+    return httpx.AsyncHTTPTransport(verify=_TLS)
+
+
 # Layers that retry, as there are many
 
 
@@ -96,8 +110,8 @@ def _worth_retrying(response: httpx.Response) -> bool:
 class Retrying(httpx.BaseTransport):
     """Sends a request up to three times, over a transport of its own or around another one."""
 
-    def __init__(self, transport: httpx.BaseTransport | None = None) -> None:
-        self._transport = transport or httpx.HTTPTransport()
+    def __init__(self, inner: httpx.BaseTransport | None = None) -> None:
+        self._transport = inner or transport()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         for _ in range(2):
@@ -115,8 +129,8 @@ class Retrying(httpx.BaseTransport):
 class AsyncRetrying(httpx.AsyncBaseTransport):
     """`Retrying`, async."""
 
-    def __init__(self, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._transport = transport or httpx.AsyncHTTPTransport()
+    def __init__(self, inner: httpx.AsyncBaseTransport | None = None) -> None:
+        self._transport = inner or async_transport()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         for _ in range(2):

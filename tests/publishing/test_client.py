@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -21,21 +21,47 @@ from fastapi_dedup import Claim, Dedup, Deduplicated, DedupMiddleware, RequestSe
 from fastapi_dedup.errors import ConfigurationError, InvalidLogicalIdError
 from fastapi_dedup.http.client import AsyncDeduplicatingTransport, DeduplicatingTransport, header_value
 from fastapi_dedup.identity import from_header
-from tests.live import live
-from tests.publishing.shop import AsyncRetrying, Client, Retrying, Shop, distinct, losing_the_first_answer
+from tests.live import live, live_in_a_thread
+from tests.publishing.shop import (
+    AsyncRetrying,
+    Client,
+    Retrying,
+    Shop,
+    async_transport,
+    distinct,
+    losing_the_first_answer,
+    transport,
+)
 
 Connect = Callable[..., Client]
 
 
-@pytest.fixture
-def shop() -> Shop:
-    return Shop()
+class Street:
+    """An app at one address for all the tests here: each of them opens a shop of its own there."""
+
+    shop: Shop
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await self.shop(scope, receive, send)
+
+
+@pytest.fixture(scope="module")
+def street() -> Iterator[tuple[Street, str]]:
+    street = Street()
+    with live_in_a_thread(street) as url:
+        yield street, url
 
 
 @pytest.fixture
-async def url(shop: Shop) -> AsyncIterator[str]:
-    async with live(shop) as served:
-        yield served
+def shop(street: tuple[Street, str]) -> Shop:
+    street[0].shop = shop = Shop()
+    return shop
+
+
+@pytest.fixture
+def url(street: tuple[Street, str]) -> str:
+    return street[1]
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -46,12 +72,13 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     def make(*, retrying: str = "", client: dict[str, Any] | None = None, **options: Any) -> Client:
         made: httpx.Client | httpx.AsyncClient
         if request.param == "sync":
-            ours = DeduplicatingTransport(Retrying() if retrying == "inside" else None, **options)
+            ours = DeduplicatingTransport(Retrying() if retrying == "inside" else transport(), **options)
             made = httpx.Client(transport=Retrying(ours) if retrying == "outside" else ours, **client or {})
         else:
-            mine = AsyncDeduplicatingTransport(AsyncRetrying() if retrying == "inside" else None, **options)
-            transport = AsyncRetrying(mine) if retrying == "outside" else mine
-            made = httpx.AsyncClient(transport=transport, **client or {})
+            inner = AsyncRetrying() if retrying == "inside" else async_transport()
+            mine = AsyncDeduplicatingTransport(inner, **options)
+            outer = AsyncRetrying(mine) if retrying == "outside" else mine
+            made = httpx.AsyncClient(transport=outer, **client or {})
         clients.append(Client(made))
         return clients[-1]
 
@@ -72,6 +99,15 @@ async def test_an_unsafe_request_gets_a_fresh_uuid(
     (key,) = shop.keys
     assert uuid.UUID(key).version == 4
     assert response.request.headers["Idempotency-Key"] == key
+
+
+async def test_without_a_transport_of_yours_they_make_httpx_s_own(shop: Shop, url: str) -> None:
+    with httpx.Client(transport=DeduplicatingTransport()) as client:
+        await Client(client).post(url)
+    async with httpx.AsyncClient(transport=AsyncDeduplicatingTransport()) as following:
+        await following.post(url)
+
+    assert distinct(shop.keys) == 2
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "DELETE"])
