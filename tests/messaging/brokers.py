@@ -356,6 +356,13 @@ class JetStream(Broker):
         self._loops.clear()
 
     async def left(self, endpoint: str) -> int:
+        async def nothing() -> bool:
+            return await self.waiting(endpoint) == 0
+
+        # The server takes note of an acknowledgement a little after it has received it.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await until(nothing)
         return await self.waiting(endpoint)
 
     async def waiting(self, endpoint: str) -> int:

@@ -86,7 +86,7 @@ async def test_a_message_that_jetstream_delivers_again_meanwhile_is_never_settle
     await broker.consume(topic.endpoint, world.dedup, BY_HEADER, function=shop.order)
     await broker.publish(topic, "tea", deduplication_id="1")
     await until_heard(world, EventKind.IN_FLIGHT, 2)
-    assert await broker.left(topic.endpoint) == 1
+    assert await broker.waiting(topic.endpoint) == 1
     ending.set()
     await until_heard(world, EventKind.COMMITTED)
     assert await broker.drained(topic)

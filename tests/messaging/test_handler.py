@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Annotated, Any, Optional
@@ -166,6 +167,28 @@ async def test_of_two_policies_a_refused_one_leaves_the_other_s_id_free(world: W
     assert results == [HANDLED, DUPLICATE]
     assert await world.ids() == ["1", "tea"]
     assert await shop.handle({"request": "2", "sku": "cocoa"}) is HANDLED
+
+
+# wolverine.md row 2
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, timedelta(hours=24)),
+        ({"window": timedelta(hours=1)}, timedelta(hours=1)),
+        ({"source": "delivery"}, timedelta(minutes=5)),
+        ({"source": "delivery", "keep_after_handling": timedelta(hours=2)}, timedelta(hours=2)),
+    ],
+    ids=["the runtime's", "the policy's", "the inbox's", "the policy's for the inbox"],
+)
+async def test_the_window_is_stored_with_the_claim(
+    world: World, options: dict[str, Any], kept: timedelta
+) -> None:
+    @world.dedup.handler(Deduplicated(**options))
+    async def on_order(message: Any, session: AsyncSession) -> None: ...
+
+    assert await on_order(Envelope(b"", {"deduplication-id": "1"}, "m1")) is HANDLED
+    (stored,) = await world.column("select expires_at - claimed_at from dedup_claims")
+    assert kept <= stored < kept + timedelta(seconds=15)
 
 
 # The session that the claim is in

@@ -64,7 +64,7 @@ async def test_a_message_that_comes_again_while_it_is_being_handled_is_never_set
     )
     await jetstream.publish(topic, "tea", deduplication_id="1")
     await until_heard(world, EventKind.IN_FLIGHT, 2)
-    assert await jetstream.left(topic.endpoint) == 1
+    assert await jetstream.waiting(topic.endpoint) == 1
     ending.set()
     await until_heard(world, EventKind.COMMITTED)
     assert await jetstream.drained(topic)
