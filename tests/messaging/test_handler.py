@@ -96,6 +96,16 @@ async def test_copies_that_wait_all_learn_the_outcome(world: World) -> None:
     assert (shop.runs, await world.orders()) == (2, ["tea"])
 
 
+async def test_a_copy_waits_for_no_longer_than_it_may_and_then_is_in_flight(world: World) -> None:
+    patient = Deduplicated(
+        "body", "sku", scope="orders", in_flight="wait", wait_timeout=timedelta(seconds=0.2)
+    )
+    shop = Shop(world, patient)
+    async with world.dedup.claim("tea", scope="orders"):
+        assert await shop.handle(TEA) is IN_FLIGHT
+    assert (await shop.handle(TEA), shop.runs) == (DUPLICATE, 0)
+
+
 # Errors are errors
 
 
