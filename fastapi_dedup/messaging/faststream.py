@@ -217,7 +217,7 @@ class DeduplicatingMiddleware:
             raise AckMessage
         if result is Result.IN_FLIGHT:
             return await self._give_back(message, endpoint)
-        if not run.used and any(policy.store == "durable" for policy in policies):
+        if not run.used and any(policy.store == "durable" and policy.lease is None for policy in policies):
             self._warn_unused(policies, endpoint)
         if run.error is not None:
             raise run.error
@@ -260,7 +260,7 @@ class DeduplicatingMiddleware:
             logger.warning(
                 "the handler of %s has a claim in a transaction that it never uses, so a crash between the "
                 "two commits doubles or loses work. Give it a parameter annotated as MessageSession, or name "
-                "its session with Deduplicated(session=...)",
+                "its session with Deduplicated(session=...); where it has none, use lease=",
                 endpoint,
             )
 

@@ -533,15 +533,18 @@ async def test_a_handler_that_never_uses_the_claim_s_transaction_is_warned_of_on
     ]
 
 
-async def test_who_claims_in_memory_is_not_warned_of_transactions(
-    rabbitmq_in_memory: Stream, world: World, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "options", [{"store": "memory"}, {"lease": timedelta(minutes=1)}], ids=["memory", "lease"]
+)
+async def test_who_claims_in_memory_or_by_lease_is_not_warned_of_transactions(
+    rabbitmq_in_memory: Stream, world: World, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = rabbitmq_in_memory
-    stream.subscriber()(deduplicated(Deduplicated("body", "sku", store="memory"))(ping))
+    stream.subscriber()(deduplicated(Deduplicated("body", "sku", **options))(ping))
     async with stream.running():
         for _ in range(2):
             await stream.publish(TEA)
-    assert (heard(world, EventKind.DUPLICATE), await world.ids()) == (1, [])
+    assert (stream.answers, heard(world, EventKind.DUPLICATE)) == (["ACKED", "ACKED"], 1)
     assert "never uses" not in caplog.text
 
 

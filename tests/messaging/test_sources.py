@@ -103,7 +103,9 @@ async def test_a_body_that_is_still_text_is_read_as_json(
     assert (handler.runs, await world.ids()) == (1, ["tea|7"])
 
 
-@pytest.mark.parametrize("body", [b"{no JSON", "tea", b"\xff", b"[" * 100_000], ids=repr)
+@pytest.mark.parametrize(
+    "body", [b"{no JSON", "tea", b"\xff", b"[" * 100_000], ids=["broken", "text", "no UTF-8", "too deep"]
+)
 async def test_a_body_that_is_no_json_has_no_legal_id(world: World, body: object) -> None:
     handler = Handler(world, Deduplicated("body", "sku", required=False))
     with pytest.raises(InvalidLogicalIdError, match="it is not JSON"):
