@@ -22,6 +22,7 @@ from fastapi_dedup.stores.dialects.mysql import MySQL
 from fastapi_dedup.stores.dialects.postgresql import PostgreSQL
 from fastapi_dedup.stores.dialects.sqlite import SQLite
 from fastapi_dedup.stores.leases import SqlLeases
+from fastapi_dedup.stores.promises import Promise
 from fastapi_dedup.stores.transactions import note_failures, store_errors
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def claims_table(metadata: MetaData, *, name: str = DEFAULT_TABLE, schema: str |
         Column("leased_until", _moment(), nullable=True, comment="the work is not done; null: it is"),
         Index(f"ix_{name}_expires_at", "expires_at"),
         schema=schema,
+        mysql_engine="InnoDB",
         mysql_charset="utf8mb4",
+        mariadb_engine="InnoDB",
         mariadb_charset="utf8mb4",
     )
 
@@ -78,9 +81,7 @@ def _moment() -> TypeEngine[datetime]:
 class Dialect(Protocol):
     """What one kind of database does in its own way, inside the connection's transaction."""
 
-    sees_in_flight: bool
-    reaps_at: str | None
-    """The isolation level that the reaper needs; None for the connection's own."""
+    keeps: frozenset[Promise]
 
     def claim(self, connection: Connection, intent: Intent, token: bytes) -> Outcome:
         """Take the id, or say why not."""
@@ -108,7 +109,7 @@ class Dialect(Protocol):
         """Delete a claim if it is the token's (None: whoever's), and return how many were deleted."""
 
     def reap(self, connection: Connection, limit: int) -> int:
-        """Delete at most so many expired claims, and return how many were deleted."""
+        """Delete at most so many expired claims in a transaction of its own, and return how many."""
 
     def adopt(self, engine: Engine) -> None:
         """Prepare an engine whose connections claims will ride on."""
@@ -152,9 +153,7 @@ class SqlStore:
         self._table = table
         self._dialect: Dialect = dialect(table, engine.dialect)
         self._adopt(engine.sync_engine)
-        level = self._dialect.reaps_at
-        self._reaping = engine if level is None else engine.execution_options(isolation_level=level)
-        self.sees_in_flight = self._dialect.sees_in_flight
+        self.sees_in_flight = Promise.SEES_TWINS_ELSEWHERE in self._dialect.keeps
         self.leases = SqlLeases(engine, self._dialect)
 
     durable = True
@@ -206,7 +205,7 @@ class SqlStore:
     async def reap(self, limit: int) -> int:
         """Delete at most so many expired claims in one transaction, and return how many."""
         with store_errors():
-            async with self._reaping.begin() as connection:
+            async with self._engine.begin() as connection:
                 return await connection.run_sync(self._dialect.reap, limit)
 
     async def create_table(self) -> None:

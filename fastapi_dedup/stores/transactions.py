@@ -20,6 +20,7 @@ from sqlalchemy.orm import SessionTransaction as OrmTransaction
 
 from fastapi_dedup.claims import Fate
 from fastapi_dedup.errors import ClaimLostError, ConfigurationError, DedupError, StoreUnavailableError
+from fastapi_dedup.stores.codes import Kind, kind
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -30,7 +31,6 @@ __all__ = [
     "OwnTransaction",
     "SessionTransaction",
     "note_failures",
-    "sqlstate",
     "store_errors",
 ]
 
@@ -41,7 +41,6 @@ _FAILED = "fastapi_dedup.statement_failed"
 _ROLLED_BACK_BY_THE_DATABASE = (
     "a statement failed in the handler's transaction, and the database rolled the transaction back"
 )
-_UNDEFINED_TABLE = {"42P01", "42S02"}
 _DRIVERS = {"aiomysql", "aiosqlite", "asyncmy", "asyncpg", "psycopg", "pymysql", "sqlite3"}
 
 
@@ -53,7 +52,7 @@ def store_errors() -> Iterator[None]:
     except DedupError:
         raise
     except exc.DBAPIError as error:
-        if sqlstate(error) in _UNDEFINED_TABLE:
+        if kind(error) is Kind.MISSING_TABLE:
             msg = (
                 "the table of claims is missing in the database that the claim rides in: create it with "
                 "Dedup(..., create_table=True), await dedup.create_table(), or a migration"
@@ -68,11 +67,6 @@ def store_errors() -> Iterator[None]:
             raise
         msg = f"the database did not answer ({type(error).__name__})"
         raise StoreUnavailableError(msg) from error
-
-
-def sqlstate(error: exc.DBAPIError) -> str | None:
-    """Return the five-character SQLSTATE of a driver's error; None where the driver has none."""
-    return getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
 
 
 class _Watch(NamedTuple):

@@ -1,31 +1,23 @@
-"""What each backend promises, as data: the suite branches on it, and never skips without saying what holds.
+"""The stores that the suite runs over, as data: it branches on this, and never skips without saying why.
 
-A store that joins adds one line to `BACKENDS` and one kind of `World`; no scenario names a backend.
+What a store promises is its dialect's own word; what is tested holds for whoever gives it. A store that joins
+adds one line to `BACKENDS` and one kind of `World`; no scenario names a backend.
 """
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
+from fastapi_dedup.stores.dialects.mysql import MySQL
+from fastapi_dedup.stores.dialects.postgresql import PostgreSQL
+from fastapi_dedup.stores.dialects.sqlite import SQLite
+from fastapi_dedup.stores.promises import Promise
+from fastapi_dedup.stores.sql import Dialect
 
-class Promise(enum.Enum):
-    """What not every database can promise. What all of them must keep is no entry: it is simply tested."""
-
-    SEES_TWINS_ELSEWHERE = "an unfinished twin in another process is answered at once"
-    """Else the twin waits until the other ends, and is then told the outcome."""
-
-    WRITES_SIDE_BY_SIDE = "claims of different ids do not wait for each other, nor for the reaper"
-    """Else there is one writer at a time, and the next one waits for it."""
-
-    SNAPSHOTS = "REPEATABLE READ and SERIALIZABLE: a race lost behind a snapshot is a refusal, no error"
-    """Else a transaction that has read an older state cannot write at all: the store is unavailable."""
-
-    ONE_STATEMENT = "a claim costs one statement"
-
-    NAMES_A_MISSING_TABLE = "a missing table is told from a database that is down"
-    """Else both are a store that is unavailable."""
+__all__ = ["BACKENDS", "Backend", "Promise"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,31 +27,40 @@ class Backend:
     Attributes:
         name: What the tests call it.
         database: Its name in `tests.databases`.
-        app_engine: Whether the engine is the app's, as `create_async_engine(url)` makes it; else `Dedup(url)`
-            makes it.
-        promises: What it promises.
+        dialect: Whose statements are run there.
+        app_engine: Whether the engine is the app's, as `tests.databases.engine_on` makes it; else
+            `Dedup(url)` makes it.
+        options: What else `Dedup` is told.
+        claiming: The first words of the statements that a claim costs.
         tick: The smallest step of its clock.
     """
 
     name: str
     database: str
+    dialect: type[Dialect]
     app_engine: bool = False
-    promises: frozenset[Promise]
-    tick: timedelta
+    options: Mapping[str, Any] = field(default_factory=dict)
+    claiming: tuple[str, ...]
+    tick: timedelta = timedelta(microseconds=1)
 
     def __contains__(self, promise: Promise) -> bool:
-        return promise in self.promises
+        return promise in self.dialect.keeps
 
+
+_POSTGRESQL: Mapping[str, Any] = {"dialect": PostgreSQL, "claiming": ("WITH",)}
+_MARIADB: Mapping[str, Any] = {"dialect": MySQL, "claiming": ("SELECT", "INSERT")}
+_SQLITE: Mapping[str, Any] = {
+    "database": "sqlite",
+    "dialect": SQLite,
+    "claiming": ("SELECT", "BEGIN", "INSERT"),
+    "tick": timedelta(milliseconds=1),
+}
 
 BACKENDS = (
-    Backend(name="asyncpg", database="asyncpg", promises=frozenset(Promise), tick=timedelta(microseconds=1)),
-    Backend(name="psycopg", database="psycopg", promises=frozenset(Promise), tick=timedelta(microseconds=1)),
-    Backend(name="sqlite", database="sqlite", promises=frozenset(), tick=timedelta(milliseconds=1)),
-    Backend(
-        name="sqlite-app-engine",
-        database="sqlite",
-        app_engine=True,
-        promises=frozenset(),
-        tick=timedelta(milliseconds=1),
-    ),
+    Backend(name="asyncpg", database="asyncpg", **_POSTGRESQL),
+    Backend(name="psycopg", database="psycopg", **_POSTGRESQL),
+    Backend(name="sqlite", **_SQLITE),
+    Backend(name="sqlite-app-engine", app_engine=True, **_SQLITE),
+    Backend(name="asyncmy", database="asyncmy", **_MARIADB),
+    Backend(name="aiomysql", database="aiomysql", **_MARIADB),
 )

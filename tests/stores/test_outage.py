@@ -12,18 +12,24 @@ import pytest
 from sqlalchemy import event, make_url, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.util import greenlet_spawn
 
 from fastapi_dedup import Claim, ConfigurationError, Dedup, DedupError, StoreUnavailableError
 from fastapi_dedup.claims import Duplicate
 from fastapi_dedup.hooks import Event, EventKind
+from tests.databases import engine_on
 from tests.live import free_port
 from tests.stores.promises import Backend, Promise
 from tests.stores.worlds import SOON, World, intent, until
 
 NEWS = intent("news")
 
-DRIVERS = {"sqlite": "sqlite+aiosqlite", "asyncpg": "postgresql+asyncpg", "psycopg": "postgresql+psycopg"}
+DRIVERS = {
+    "aiomysql": "mysql+aiomysql",
+    "asyncmy": "mysql+asyncmy",
+    "asyncpg": "postgresql+asyncpg",
+    "psycopg": "postgresql+psycopg",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +109,7 @@ async def test_an_app_starts_although_its_database_is_down(
 
 async def test_no_free_connection_is_unavailable_and_the_next_try_runs(world: World) -> None:
     told: list[EventKind] = []
-    engine = create_async_engine(world.url, pool_size=1, max_overflow=0, pool_timeout=0.05)
+    engine = engine_on(world.url, pool_size=1, max_overflow=0, pool_timeout=0.05)
     dedup = world.runtime(engine=engine, hooks=[lambda event: told.append(event.kind)])
     async with engine.connect():
         for use in (claim, Dedup.reap):
@@ -136,7 +142,7 @@ async def test_a_connection_killed_in_the_middle_of_a_claim_is_unavailable_and_t
         claiming = asyncio.create_task(attempt.claim(NEWS))
         await asyncio.wait([claiming], timeout=0.1)
         assert not claiming.done()
-        await holder.execute(text(world.hands.kill), {"backend": backend})
+        await world.kill(backend)
         with pytest.raises(StoreUnavailableError) as raised:
             await claiming
         assert isinstance(raised.value.__cause__, DBAPIError)
@@ -163,15 +169,14 @@ async def breaks_in_the_middle(world: World) -> None:
 
 
 async def test_a_connection_that_died_in_the_pool_costs_one_try(world: World) -> None:
-    engine = create_async_engine(world.url, pool_size=1, max_overflow=0)
+    engine = engine_on(world.url, pool_size=1, max_overflow=0)
     dedup = world.runtime(engine=engine)
     async with world.attempt(dedup) as attempt:
         await attempt.claim(intent("before"))
-        raw = await (await attempt.session.connection()).get_raw_connection()
-        driver = raw.driver_connection
-        assert driver is not None
+        raw = (await (await attempt.session.connection()).get_raw_connection()).dbapi_connection
+        assert raw is not None
         await attempt.delivery.succeed()
-    await driver.close()
+    await greenlet_spawn(raw.close)
     with pytest.raises(StoreUnavailableError):
         await claim(dedup)
     assert isinstance(await world.run(NEWS, dedup), Claim)

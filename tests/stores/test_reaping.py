@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from datetime import timedelta
 
@@ -20,6 +21,8 @@ from tests.stores.workers import IDS, shut_down_while_another_writes, start_cold
 from tests.stores.worlds import SOON, World, intent, statements
 
 NEWS = intent("news")
+LIMITED = re.compile(r"(?i)\blimit\b")
+"""Tells the statement of a batch: some databases need a second one to delete what the first has found."""
 EXPIRED = 50_000
 LIVE = 500
 
@@ -42,9 +45,9 @@ async def test_a_sweep_is_bounded_batches_and_claims_go_on_beside_it(world: Worl
         if Promise.WRITES_SIDE_BY_SIDE not in world.backend:
             reaped += await dedup.reap()  # a sweep ends early where a claim has the writer's lock
         assert reaped == EXPIRED
-    deletes = [n for sent, n in zip(heard.sent, heard.touched, strict=True) if sent.startswith("DELETE")]
-    assert max(deletes) == 1000
-    assert EXPIRED // 1000 <= len(deletes) <= EXPIRED // 1000 + 2
+    batches = [n for sent, n in zip(heard.sent, heard.touched, strict=True) if LIMITED.search(sent)]
+    assert max(batches) == 1000
+    assert EXPIRED // 1000 <= len(batches) <= EXPIRED // 1000 + 2
     assert await world.count() == LIVE + claimed
     assert claimed > 0  # and each of them got through, though SQLite makes it wait for its turn
     if Promise.WRITES_SIDE_BY_SIDE in world.backend:
@@ -54,12 +57,12 @@ async def test_a_sweep_is_bounded_batches_and_claims_go_on_beside_it(world: Worl
 async def test_reaping_uses_the_index_and_reads_no_more_than_a_batch(world: World) -> None:
     # case F12
     await world.fill(5000, LIVE)
-    await world.execute("analyze dedup_claims")
+    await world.execute(world.hands.analyze)
     with statements(world.dedup.engine) as heard:
         await world.dedup.reap()
-    reaping = next(sent for sent in heard.sent if sent.startswith("DELETE"))
+    reaping = next(sent for sent in heard.sent if LIMITED.search(sent))
     async with world.engine.connect() as connection:
-        for placeholder in ("$1::BIGINT", "%(limit)s::BIGINT", "%(limit)s", "$1", "?"):
+        for placeholder in ("$1::BIGINT", "%(limit)s::BIGINT", "%(limit)s", "%s", "$1", "?"):
             reaping = reaping.replace(placeholder, "1000")
         rows = await connection.exec_driver_sql(f"{world.hands.explain} {reaping}")
         plan = "\n".join(str(row) for row in rows.all())
@@ -89,7 +92,7 @@ async def test_a_sweep_ends_with_the_first_batch_that_is_not_full(
     await world.fill(expired)
     with statements(dedup.engine) as heard:
         assert await dedup.reap() == expired
-    assert sum(sent.startswith("DELETE") for sent in heard.sent) == statements_sent
+    assert sum(LIMITED.search(sent) is not None for sent in heard.sent) == statements_sent
     assert await world.rows() == []
 
 

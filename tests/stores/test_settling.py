@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from fastapi_dedup import Claim, ClaimInFlightError, DedupError, DuplicateError
 from fastapi_dedup.claims import Duplicate
+from tests.databases import engine_on
 from tests.stores.worlds import HOUR, SOON, Order, World, intent, until
 
 NEWS = intent("news")
@@ -162,7 +163,7 @@ async def test_a_handler_that_went_on_after_its_commit_and_then_failed_gets_its_
 async def test_a_release_takes_no_second_connection_while_the_app_holds_the_only_one(
     world: World, owner: str
 ) -> None:
-    engine = create_async_engine(world.url, pool_size=1, max_overflow=0, pool_timeout=0.5)
+    engine = engine_on(world.url, pool_size=1, max_overflow=0, pool_timeout=0.5)
     world.dedup = world.runtime(engine=engine)
     async with asyncio.timeout(SOON):
         with pytest.raises(HandlerError):

@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from fastapi_dedup import ClaimInFlightError, Dedup, DuplicateError
 from fastapi_dedup.claims import Claim, Duplicate
+from tests.databases import engine_on
 from tests.stores.promises import Promise
 from tests.stores.worlds import SOON, Order, World, intent
 
@@ -35,7 +35,7 @@ async def test_those_who_wait_hold_no_connection_and_all_get_the_right_answer(
     world: World, ending: str, where: str
 ) -> None:
     # cases F1, F2
-    engine = create_async_engine(world.url, pool_size=2, max_overflow=0, pool_timeout=SOON)
+    engine = engine_on(world.url, pool_size=2, max_overflow=0, pool_timeout=SOON)
     waiting_here = world.runtime(engine=engine)
     holds_here = where == "here" or Promise.SEES_TWINS_ELSEWHERE not in world.backend
     async with world.attempt(waiting_here if holds_here else world.dedup) as first, asyncio.timeout(2 * SOON):

@@ -12,9 +12,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
+from zoneinfo import ZoneInfo
 
 from sqlalchemy import Connection, String, event, text
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fastapi_dedup import Claim, ClaimInFlightError, Dedup, DuplicateError
@@ -22,7 +23,7 @@ from fastapi_dedup.claims import Intent, Lease, Receipt
 from fastapi_dedup.refusals import Refusal
 from fastapi_dedup.stores.sql import SqlStore
 from fastapi_dedup.stores.transactions import SessionTransaction
-from tests.databases import count, orders_table
+from tests.databases import count, engine_on, orders_table
 from tests.stores.hands import HANDS, Hands
 from tests.stores.promises import Backend
 
@@ -122,6 +123,7 @@ class World:
     engine: AsyncEngine
     _stack: AsyncExitStack
     _clock: StoppedClock | None = None
+    _zone: str | None = None
     dedup: Dedup = field(init=False)
     altered: bool = False
     """Whether the test has changed what tables there are."""
@@ -136,16 +138,25 @@ class World:
         """Return another runtime, which knows of the first no more than another process's would."""
         engine = options.pop("engine", None)
         if engine is None and self.backend.app_engine:
-            engine = create_async_engine(self.url)
+            engine = engine_on(self.url)
         if engine is not None:
             self._stack.push_async_callback(engine.dispose)
         options.setdefault("reap_every", None)
-        dedup = Dedup(engine or self.url, **options)
+        dedup = Dedup(engine or self.url, **self.backend.options, **options)
         self._stack.push_async_callback(dedup.stop)
         if self._clock is not None:
             self._clock.join(dedup.engine)
             self._clock.join(dedup._store.leases._engine)
+        if self._zone is not None:
+            self._set_own_zone(dedup.engine, self._zone)
         return dedup
+
+    def _set_own_zone(self, engine: AsyncEngine, zone: str) -> None:
+        @event.listens_for(engine.sync_engine, "connect")
+        def _(connection: Any, _record: object) -> None:
+            cursor = connection.cursor()
+            cursor.execute(str(self.hands.set_own_zone).format(zone=zone))
+            cursor.close()
 
     def store(self, dedup: Dedup | None = None) -> SqlStore:
         return (dedup or self.dedup)._store
@@ -189,9 +200,18 @@ class World:
         if self.hands.backend is None:
             await connection.invalidate()  # closes the file without a word to the transaction
             return
-        backend = await connection.scalar(text(self.hands.backend))
+        await self.kill(int(await connection.scalar(text(self.hands.backend)) or 0))
+
+    async def kill(self, backend: int) -> None:
+        """End the process of the server that serves a connection, and wait for its end."""
         async with self.engine.connect() as other:
-            assert await other.scalar(text(self.hands.kill), {"backend": backend})
+            await other.execute(text(self.hands.kill), {"backend": backend})
+
+            async def has_ended() -> bool:
+                await other.rollback()  # PostgreSQL looks once in a transaction
+                return not await other.scalar(text(self.hands.lives), {"backend": backend})
+
+            await until(has_ended)
 
     async def hold_up(self, session: AsyncSession) -> None:
         """Make every claim elsewhere wait until the session's transaction ends."""
@@ -201,8 +221,8 @@ class World:
 
     async def rows(self) -> list[Row]:
         """Return the committed claims, the oldest first."""
-        names = Row.__dataclass_fields__
-        query = text(f"select {', '.join(names)} from dedup_claims order by claimed_at, logical_id")
+        names = ", ".join([self.hands.key, *list(Row.__dataclass_fields__)[1:]])
+        query = text(f"select {names} from dedup_claims order by claimed_at, logical_id")
         async with self.engine.connect() as connection:
             found = (await connection.execute(query)).mappings().all()
         return [Row(**{**row, **{name: _time(row[name]) for name in _TIMES if row[name]}}) for row in found]
@@ -227,22 +247,28 @@ class World:
 
     async def expire(self, wanted: Intent) -> None:
         """Move a committed claim into the past, so that its window has just ended."""
-        await self.execute(f"update dedup_claims set {self.hands.expire} where key = :key", key=wanted.key)
+        expire = f"update dedup_claims set {self.hands.expire} where {self.hands.key} = :key"
+        await self.execute(expire, key=wanted.key)
 
     async def fill(self, expired: int, live: int = 0) -> None:
         """Put claims into the table that have expired, and some that have not."""
         await self.execute(self.hands.fill, expired=expired, total=expired + live)
 
     @asynccontextmanager
-    async def zone(self, zone: str) -> AsyncIterator[None]:
-        """Give new connections a time zone, where they have one."""
+    async def zone(self, zone: str) -> AsyncIterator[str]:
+        """Give the connections of new runtimes a time zone, where they have one, and yield its name there."""
+        if self.hands.set_own_zone is not None:  # by its offset: the names are not installed everywhere
+            offset = datetime.now(ZoneInfo(zone)).strftime("%z")
+            self._zone = f"{offset[:3]}:{offset[3:]}"
+            yield self._zone
+            return
         if self.hands.set_zone is None:
-            yield
+            yield zone
             return
         database = self.engine.url.database
         await self.execute(self.hands.set_zone.format(database=database, zone=zone))
         try:
-            yield
+            yield zone
         finally:
             await self.execute(self.hands.reset_zone.format(database=database))
 
@@ -263,8 +289,8 @@ def _time(stored: datetime | str) -> datetime:
 class StoppedClock:
     """Replaces the clock of a database by one that the test moves: there is no other way to hit a tick.
 
-    On PostgreSQL a schema that is searched before `pg_catalog` shadows the functions of the clock, on SQLite
-    a function of our own replaces `strftime`.
+    On PostgreSQL a schema that is searched before `pg_catalog` shadows the functions of the clock, on MariaDB
+    each connection may be told the time, and on SQLite a function of our own replaces `strftime`.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -288,10 +314,19 @@ class StoppedClock:
         """Make the connections of an engine go by this clock."""
         if self._hands.stop_clock:
             return  # the database sees to it
+        if self._hands.set_clock is not None:
+            event.listen(engine.sync_engine, "before_cursor_execute", self._set)
+            return
 
         @event.listens_for(engine.sync_engine, "connect")
         def _(connection: Any, _record: object) -> None:
             connection.create_function("strftime", -1, self._strftime)
+
+    def _set(self, connection: Connection, cursor: Any, *_: object) -> None:
+        if connection.info.get("told") != self._moment:
+            connection.info["told"] = self._moment
+            seconds = (self._moment - datetime(1970, 1, 1, tzinfo=UTC)) / timedelta(seconds=1)
+            cursor.execute(str(self._hands.set_clock).format(seconds=f"{seconds:.6f}"))
 
     def _strftime(self, shape: str, moment: str, shift: str | None = "+0 seconds") -> str | None:
         assert shape == "%Y-%m-%d %H:%M:%f"
@@ -322,7 +357,7 @@ async def world_of(
         stopped_clock: Whether the database's clock stands where the test puts it.
     """
     async with AsyncExitStack() as stack:
-        engine = create_async_engine(url)
+        engine = engine_on(url)
         stack.push_async_callback(engine.dispose)
         reused = await _tables(engine) in pristine
         if reused:

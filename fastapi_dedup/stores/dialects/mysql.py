@@ -5,35 +5,50 @@ belongs to a row which is not there yet. So a named lock (GET_LOCK) on the key c
 whether a twin is in flight. The unique key still decides who wins. Named locks belong to the connection: the
 pool gives them back when the connection comes home after COMMIT or ROLLBACK, and a crash frees them with it.
 
+A savepoint that is rolled back keeps its named locks until then, for InnoDB keeps some of its row locks: an
+INSERT over a row that was deleted a moment ago would wait for them, and so it is "not yet" instead.
+
 Times are UTC without a zone (DATETIME(6)), from the server's clock.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import event, exc, text
 
 from fastapi_dedup.claims import Claimed, InFlight, Receipt, scope_text, verdict
+from fastapi_dedup.stores.codes import Kind, kind
+from fastapi_dedup.stores.promises import Promise
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Dialect, Engine, Row, Table
+    from collections.abc import Mapping
+
+    from sqlalchemy import Connection, Dialect, Engine, Row, Table, TextClause
 
     from fastapi_dedup.claims import Duplicate, Intent, Mismatch, Outcome
 
 __all__ = ["MySQL"]
 
-_DUPLICATE_ENTRY = 1062
-_LOCKS = "fastapi_dedup.locks"
+_NAMED_LOCKS = "fastapi_dedup.locks"
 _LOOKS = 5
 """How often to look again. Each further look needs another release or reaping in between."""
 
-_LOCK = "SELECT GET_LOCK(:name, 0) AS free, UTC_TIMESTAMP(6) AS at, @@{isolation} AS isolation"
+# A plain SELECT waits for the twin's row at SERIALIZABLE, and takes it for committed at READ UNCOMMITTED.
+_LOCK = """
+SELECT GET_LOCK(:name, 0) AS free, UTC_TIMESTAMP(6) AS at,
+       found.claimed_at, found.expires_at, found.leased_until, found.fingerprint
+  FROM (SELECT 1) AS attempt
+  LEFT JOIN {table} AS found
+    ON found.`key` = IF(@@{isolation} IN ('SERIALIZABLE', 'READ-UNCOMMITTED'), NULL, :key)
+"""
 
 _INSERT = """
-INSERT INTO {table} (`key`, scope, logical_id, token, fingerprint, claimed_at, expires_at, leased_until)
+{past_snapshot}INSERT INTO {table}
+       (`key`, scope, logical_id, token, fingerprint, claimed_at, expires_at, leased_until)
 VALUES (:key, :scope, :logical_id, :token, :fingerprint, :claimed_at, :expires_at, :leased_until)
 """
 
@@ -42,10 +57,10 @@ _LOOK = """
 SELECT claimed_at, expires_at, leased_until, fingerprint, UTC_TIMESTAMP(6) AS at
   FROM {table} WHERE `key` = :key
 """
-_LOOK_BEHIND_THE_SNAPSHOT = _LOOK + " FOR UPDATE"
+_LOOK_BEHIND_THE_SNAPSHOT = "{past_snapshot}" + _LOOK.lstrip() + " FOR UPDATE"
 
 _TAKE_OVER = """
-UPDATE {table}
+{past_snapshot}UPDATE {table}
    SET token = :token, fingerprint = :fingerprint, claimed_at = :claimed_at, expires_at = :expires_at,
        leased_until = :leased_until
  WHERE `key` = :key
@@ -63,36 +78,69 @@ UPDATE {table}
  WHERE `key` = :key AND token = :token AND leased_until IS NOT NULL
 """
 _COMPLETE = """
-UPDATE {table}
+{past_snapshot}UPDATE {table}
    SET leased_until = NULL,
        expires_at = IF(:from_end, UTC_TIMESTAMP(6), claimed_at) + INTERVAL :microseconds MICROSECOND
  WHERE `key` = :key AND token = :token
 """
 _RELEASE = "DELETE FROM {table} WHERE `key` = :key AND token = coalesce(:token, token)"
+# At REPEATABLE READ the reaper would lock the gaps that new claims are inserted into.
+_REAP_AT = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
 _EXPIRED = """
 SELECT `key` FROM {table} WHERE expires_at <= UTC_TIMESTAMP(6)
  ORDER BY expires_at LIMIT :limit FOR UPDATE SKIP LOCKED
 """
-_DELETE = "DELETE FROM {table} WHERE `key` = :key"
+# A list of keys may be answered by reading the whole table, and that would wait for claims in flight. This
+# join goes from key to row, whatever the statistics say.
+_DELETE = """
+DELETE claim
+  FROM JSON_TABLE(:keys, '$[*]' COLUMNS (digits CHAR(64) PATH '$')) AS expired
+  STRAIGHT_JOIN {table} AS claim ON claim.`key` = UNHEX(expired.digits)
+"""
+
+
+class _Claiming(NamedTuple):
+    """The statements that one kind of server takes otherwise than another."""
+
+    lock: TextClause
+    insert: TextClause
+    look_behind: TextClause
+    take_over: TextClause
+    complete: TextClause
+
+    @classmethod
+    def on(cls, server: Mapping[str, str], table: str) -> _Claiming:
+        """Return the statements for a kind of server."""
+        templates = (_LOCK, _INSERT, _LOOK_BEHIND_THE_SNAPSHOT, _TAKE_OVER, _COMPLETE)
+        return cls(*(text(template.format(table=table, **server)) for template in templates))
+
+
+# MySQL 8 has dropped the one name of the isolation level, and MariaDB got the other with 11.1 only.
+_MYSQL = {"isolation": "transaction_isolation", "past_snapshot": ""}
+_MARIADB = {"isolation": "tx_isolation", "past_snapshot": ""}
+# Where innodb_snapshot_isolation is on, as from MariaDB 11.6, meeting what was committed behind the snapshot
+# rolls the whole transaction back. Ours are the statements that want to meet it.
+_MARIADB_WITH_SNAPSHOTS = _MARIADB | {"past_snapshot": "SET STATEMENT innodb_snapshot_isolation = OFF FOR "}
+
+
+def _has_snapshots(version: tuple[int, ...]) -> bool:
+    if version[:3] == (5, 5, 5):  # what MariaDB 10 says first, for the sake of old replicas
+        version = version[3:]
+    return version >= (11, 4, 2) or (10, 11, 8) <= version < (11,) or (10, 6, 18) <= version < (10, 7)
 
 
 class MySQL:
     """The statements of MariaDB and MySQL."""
 
-    sees_in_flight = True
-    reaps_at: str | None = "READ COMMITTED"
-    """At REPEATABLE READ the reaper would lock the gaps that new claims are inserted into."""
+    keeps = frozenset(Promise) - {Promise.FREE_WITH_SAVEPOINT}
 
     def __init__(self, table: Table, dialect: Dialect) -> None:
         name = dialect.identifier_preparer.format_table(table)
-        self._insert = text(_INSERT.format(table=name))
+        self._claiming: _Claiming | None = None
         self._look = text(_LOOK.format(table=name))
-        self._look_behind = text(_LOOK_BEHIND_THE_SNAPSHOT.format(table=name))
-        self._take_over = text(_TAKE_OVER.format(table=name))
         self._holds = text(_HOLDS.format(table=name))
         self._renew = text(_RENEW.format(table=name))
         self._extend = text(_EXTEND.format(table=name))
-        self._complete = text(_COMPLETE.format(table=name))
         self._release = text(_RELEASE.format(table=name))
         self._expired = text(_EXPIRED.format(table=name))
         self._delete = text(_DELETE.format(table=name))
@@ -100,12 +148,13 @@ class MySQL:
 
     def claim(self, connection: Connection, intent: Intent, token: bytes) -> Outcome:
         """Take the id, or say why not."""
-        lock = self._lock(connection, hashlib.sha256(self._table.encode() + intent.key).hexdigest()[:60])
+        statements = self._claiming or self._claiming_on(connection.dialect)
+        lock = self._lock(connection, statements.lock, intent.key)
+        if lock.claimed_at is not None and (seen := _answer(lock, intent)) is not None:
+            return seen
         if not lock.free:
-            # SERIALIZABLE turns even a plain SELECT into one that waits for the twin.
-            seen = None if lock.isolation == "SERIALIZABLE" else self.look(connection, intent)
-            return seen or InFlight()
-        for _ in range(_LOOKS):
+            return InFlight()
+        for turn in range(_LOOKS):
             values = {
                 "key": intent.key,
                 "scope": scope_text(intent.scope),
@@ -118,18 +167,20 @@ class MySQL:
             }
             receipt = Receipt(token, _utc(lock.at), _utc(lock.at + intent.term))
             try:
-                connection.execute(self._insert, values)
+                connection.execute(statements.insert, values)
             except exc.IntegrityError as error:
-                if error.orig is None or error.orig.args[0] != _DUPLICATE_ENTRY:
+                if kind(error) is not Kind.DUPLICATE:
                     raise
+                found = connection.execute(statements.look_behind, {"key": intent.key}).one_or_none()
+                if found is None:
+                    if turn == _LOOKS - 1:
+                        raise  # it was another unique key than ours, all the time
+                    continue  # a release or the reaper was quicker
             else:
                 return Claimed(receipt)
-            found = connection.execute(self._look_behind, {"key": intent.key}).one_or_none()
-            if found is None:
-                continue  # the reaper was quicker
             if (answer := _answer(found, intent)) is not None:
                 return answer
-            connection.execute(self._take_over, values)
+            connection.execute(statements.take_over, values)
             return Claimed(receipt)
         return InFlight()
 
@@ -168,12 +219,11 @@ class MySQL:
 
     def reap(self, connection: Connection, limit: int) -> int:
         """Delete at most so many expired claims; rows that somebody holds are left for the next time."""
+        connection.exec_driver_sql(_REAP_AT)
         keys = connection.execute(self._expired, {"limit": limit}).scalars().all()
-        if keys:
-            # Row by row: a list of keys may be answered by reading the whole table, and that would wait for
-            # claims in flight. The rows are locked by now, so each of them is deleted.
-            connection.execute(self._delete, [{"key": key} for key in keys])
-        return len(keys)
+        if not keys:
+            return 0
+        return connection.execute(self._delete, {"keys": json.dumps([key.hex() for key in keys])}).rowcount
 
     def adopt(self, engine: Engine) -> None:
         """Have the engine's pool give back the locks of connections that come home."""
@@ -183,25 +233,31 @@ class MySQL:
         """Wait for other processes that are creating the table, or be the one that others wait for."""
         name = hashlib.sha256(f"create {self._table}".encode()).hexdigest()[:60]
         connection.execute(text("SELECT GET_LOCK(:name, 30)"), {"name": name}).scalar_one()
-        self._note(connection, name)
+        _note(connection, name)
 
-    def _lock(self, connection: Connection, name: str) -> Row[Any]:
-        # MySQL 8 has dropped the one name, and MariaDB got the other with 11.1 only.
-        isolation = (
-            "tx_isolation" if getattr(connection.dialect, "is_mariadb", False) else "transaction_isolation"
-        )
-        row = connection.execute(text(_LOCK.format(isolation=isolation)), {"name": name}).one()
+    def _claiming_on(self, dialect: Any) -> _Claiming:
+        """Choose the statements of a claim; what server it is, is known since the engine has connected."""
+        server = _MARIADB if dialect.is_mariadb else _MYSQL
+        if dialect.is_mariadb and _has_snapshots(dialect.server_version_info):
+            server = _MARIADB_WITH_SNAPSHOTS
+        self._claiming = _Claiming.on(server, self._table)
+        return self._claiming
+
+    def _lock(self, connection: Connection, statement: TextClause, key: bytes) -> Row[Any]:
+        name = hashlib.sha256(self._table.encode() + key).hexdigest()[:60]
+        row = connection.execute(statement, {"name": name, "key": key}).one()
         if row.free:
-            self._note(connection, name)
+            _note(connection, name)
         return row
 
-    def _note(self, connection: Connection, name: str) -> None:
-        """Note a lock on its connection; it is given back when the connection comes home to its pool."""
-        connection.info.setdefault(_LOCKS, []).append(name)
+
+def _note(connection: Connection, name: str) -> None:
+    """Note a lock on its connection; it is given back when the connection comes home to its pool."""
+    connection.info.setdefault(_NAMED_LOCKS, []).append(name)
 
 
 def _give_back(driver_connection: Any, record: Any, state: Any) -> None:
-    names = record.info.pop(_LOCKS, ())
+    names = record.info.pop(_NAMED_LOCKS, ())
     if not names or state.terminate_only:
         return  # the server frees the locks of a connection that ends
     cursor = driver_connection.cursor()

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import BigInteger, Boolean, Double, LargeBinary, Text, bindparam, exc, text
 
 from fastapi_dedup.claims import Claimed, InFlight, Receipt, scope_text, verdict
-from fastapi_dedup.stores.transactions import sqlstate
+from fastapi_dedup.stores.codes import sqlstate
+from fastapi_dedup.stores.promises import Promise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -142,8 +143,7 @@ class _Statement:
 class PostgreSQL:
     """The statements of PostgreSQL."""
 
-    sees_in_flight = True
-    reaps_at: str | None = None
+    keeps = frozenset(Promise)
 
     def __init__(self, table: Table, dialect: Dialect) -> None:
         name = dialect.identifier_preparer.format_table(table)

@@ -19,6 +19,7 @@ from sqlalchemy.pool import StaticPool
 
 from fastapi_dedup.claims import Claimed, Duplicate, InFlight, Receipt, scope_text, verdict
 from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.stores.promises import Promise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,8 +87,7 @@ _PATIENCE = 250
 class SQLite:
     """The statements of SQLite."""
 
-    sees_in_flight = False
-    reaps_at: str | None = None
+    keeps = frozenset({Promise.ANY_ORDER})
 
     def __init__(self, table: Table, dialect: Dialect) -> None:
         name = dialect.identifier_preparer.format_table(table)

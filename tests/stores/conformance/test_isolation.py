@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from fastapi_dedup import (
     Claim,
@@ -17,6 +17,7 @@ from fastapi_dedup import (
     StoreUnavailableError,
 )
 from fastapi_dedup.claims import Duplicate
+from tests.databases import engine_on
 from tests.stores.promises import BACKENDS, Promise
 from tests.stores.worlds import SOON, Order, World, intent
 
@@ -39,7 +40,7 @@ async def read_first(world: World, level: str) -> AsyncSession:
     session = world.session()
     if Promise.SNAPSHOTS in world.backend:
         await session.connection(execution_options={"isolation_level": level})
-    await session.scalars(text("select sku from orders"))
+    await (await session.connection()).exec_driver_sql(world.hands.snapshot)
     return session
 
 
@@ -186,7 +187,7 @@ async def test_a_transaction_that_sees_the_past_is_refused_or_told_that_it_canno
 
 async def test_a_claim_that_no_rollback_can_undo_is_refused_or_released(world: World) -> None:
     # In autocommit a ROLLBACK undoes nothing: the failed handler's claim would stay for the whole window.
-    dedup = world.runtime(engine=create_async_engine(world.url, isolation_level="AUTOCOMMIT"))
+    dedup = world.runtime(engine=engine_on(world.url, isolation_level="AUTOCOMMIT"))
     with pytest.raises((ConfigurationError, RuntimeError)):
         async with dedup.claim("news", scope="tests"):
             raise RuntimeError

@@ -1,0 +1,158 @@
+"""What only MariaDB and MySQL do: named locks, and transactions that end without a word."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+
+from fastapi_dedup import Claim, ClaimInFlightError, DuplicateError
+from fastapi_dedup.claims import Duplicate, InFlight
+from fastapi_dedup.errors import ClaimLostError
+from fastapi_dedup.stores.dialects.mysql import MySQL, _has_snapshots
+from tests.stores.promises import BACKENDS
+from tests.stores.worlds import SOON, Order, World, intent
+
+NEWS = intent("news")
+
+on_mariadb = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(backend, id=backend.name) for backend in BACKENDS if backend.dialect is MySQL],
+    indirect=True,
+)
+
+
+async def tell_connections(engine: AsyncEngine, statement: str) -> None:
+    """Have every connection of an engine begin with a statement."""
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _(connection: Any, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute(statement)
+        cursor.close()
+
+    await engine.dispose()
+
+
+@asynccontextmanager
+async def snapshot(world: World) -> AsyncIterator[AsyncSession]:
+    """Open a session of the app's whose transaction sees nothing that is committed from now on."""
+    async with world.session() as session:
+        session.add(Order(sku="before"))
+        await session.flush()
+        await session.execute(text("select sku from orders"))
+        yield session
+
+
+@on_mariadb
+@pytest.mark.parametrize("outcome", ["done", "expired", "renewed", "reaped"])
+async def test_a_race_lost_behind_a_snapshot_ends_no_transaction(world: World, outcome: str) -> None:
+    # case F3
+    # From MariaDB 11.6 on, to meet a row behind the snapshot is to lose the whole transaction.
+    async with world.engine.connect():
+        if not _has_snapshots(cast("tuple[int, ...]", world.engine.dialect.server_version_info)):
+            pytest.skip("this server has no innodb_snapshot_isolation")
+    await tell_connections(world.dedup.engine, "set innodb_snapshot_isolation = on")
+    if outcome != "done":
+        await world.claimed(NEWS)
+        await world.expire(NEWS)
+    async with snapshot(world) as session, asyncio.timeout(SOON):
+        assert await session.scalar(text("select @@innodb_snapshot_isolation")) == 1
+        if outcome in {"done", "renewed"}:
+            async with world.attempt() as other:
+                assert isinstance(await other.claim(NEWS), Claim)
+                await other.delivery.succeed()
+        elif outcome == "reaped":
+            assert await world.dedup.reap() == 1
+        told = await world.claim_in(session)
+        await session.commit()
+    assert told is (DuplicateError if outcome in {"done", "renewed"} else Claim)
+    assert "before" in await world.orders()
+    assert isinstance(await world.run(NEWS), Duplicate)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ((10, 6, 17), False),
+        ((10, 6, 18), True),
+        ((5, 5, 5, 10, 6, 18, 0), True),
+        ((5, 5, 5, 10, 6, 17, 0), False),
+        ((10, 11, 7), False),
+        ((10, 11, 8), True),
+        ((11, 0, 1), False),
+        ((11, 4, 1), False),
+        ((11, 4, 2), True),
+        ((12, 1, 0), True),
+    ],
+)
+def test_the_setting_is_named_to_servers_that_have_it_only(version: tuple[int, ...], expected: bool) -> None:
+    assert _has_snapshots(version) is expected
+
+
+@on_mariadb
+async def test_an_unfinished_twin_is_never_taken_for_done_at_read_uncommitted(world: World) -> None:
+    # there, a plain SELECT sees what may still be rolled back
+    await tell_connections(world.dedup.engine, "set session transaction isolation level read uncommitted")
+    elsewhere = world.runtime()
+    await tell_connections(elsewhere.engine, "set session transaction isolation level read uncommitted")
+    async with world.attempt() as first, asyncio.timeout(SOON):
+        await first.claim(NEWS)
+        assert await world.run(NEWS, elsewhere) == InFlight()
+        await first.delivery.fail()
+        assert isinstance(await world.run(NEWS, elsewhere), Claim)
+
+
+@on_mariadb
+async def test_a_named_lock_does_not_stay_behind_in_the_pool(world: World) -> None:
+    dedup = world.runtime()
+    for ending in ("fail", "succeed"):
+        async with world.attempt(dedup) as attempt:
+            await attempt.claim(NEWS)
+            await getattr(attempt.delivery, ending)()
+    async with dedup.engine.connect() as connection:
+        assert await connection.scalar(text("select release_all_locks()")) == 0
+
+
+@on_mariadb
+async def test_a_deadlock_that_the_handler_swallows_is_no_success(world: World) -> None:
+    # the server rolls the whole transaction back, and lets the next statement begin a new one
+    await world.execute("insert into orders (id, sku) values (1, 'a'), (2, 'b')")
+    update = text("update orders set sku = 'x' where id = :id")
+    async with world.session() as other, asyncio.timeout(SOON):
+        await other.execute(update, {"id": 2})
+        # more rows than the claim's transaction has changed: InnoDB sacrifices the smaller one
+        await other.execute(text("insert into orders (sku) select 'z' from seq_1_to_200"))
+
+        async def handler(session: AsyncSession) -> None:
+            await session.execute(update, {"id": 1})
+            waiting = asyncio.create_task(other.execute(update, {"id": 1}))
+            with pytest.raises(OperationalError):
+                await session.execute(update, {"id": 2})
+            session.add(Order(sku="lost"))
+            await session.flush()
+            await waiting
+
+        with pytest.raises(ClaimLostError):
+            async with world.dedup.claim("news", scope="tests") as claim:
+                await handler(claim.session)
+        await other.rollback()
+    assert await world.rows() == []
+    assert await world.orders() == ["a", "b"]
+
+
+@on_mariadb
+async def test_the_table_is_of_an_engine_that_has_transactions(world: World) -> None:
+    await world.execute("drop table dedup_claims")
+    await tell_connections(world.dedup.engine, "set default_storage_engine = 'MyISAM'")
+    await world.dedup.create_table()
+    with pytest.raises(ClaimInFlightError):
+        async with world.dedup.claim("news", scope="tests"), world.dedup.claim("news", scope="tests"):
+            raise AssertionError
+    assert await world.rows() == []
