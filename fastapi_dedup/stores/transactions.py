@@ -102,6 +102,10 @@ def note_failures(engine: Engine) -> None:
         if context.connection is not None and not context.connection.invalidated:
             context.connection.info[_FAILED] = True
 
+    @event.listens_for(engine, "begin")
+    def _(connection: Connection) -> None:
+        connection.info.pop(_FAILED, None)  # what failed before was in a transaction before
+
 
 @event.listens_for(Session, "before_commit")
 def _before_commit(session: Session) -> None:
