@@ -17,6 +17,7 @@ class Hands:
         explain: What shows the plan of the statement that follows.
         range_scan: How a plan says that the index gives the expired claims, and no others.
         scope: The column `scope`, as an index takes it.
+        aborts: Whether a statement that fails spoils the whole transaction.
         snapshot: Fixes what a transaction sees of others, at levels that do so, and locks nothing.
         impatient: Makes a connection fail where it would wait for a lock; None where nothing does.
         hold_up: Makes every claim elsewhere wait until this transaction ends.
@@ -45,6 +46,7 @@ class Hands:
     explain: str
     range_scan: str
     scope: str = "scope"
+    aborts: bool = False
     snapshot: str = "select sku from orders"
     impatient: str | None = None
     hold_up: str
@@ -78,6 +80,7 @@ _POSTGRESQL = Hands(
     """,
     explain="explain",
     range_scan="Index Cond: (expires_at <=",
+    aborts=True,
     impatient="set local lock_timeout = 1",
     hold_up="lock table dedup_claims in access exclusive mode",
     settings="select name, setting from pg_settings where source <> 'client' order by 1",

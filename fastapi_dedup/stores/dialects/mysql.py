@@ -211,7 +211,8 @@ class MySQL:
             "microseconds": _microseconds(intent.window),
             "from_end": intent.from_end,
         }
-        return connection.execute(self._complete, values).rowcount
+        statements = self._claiming or self._claiming_on(connection.dialect)
+        return connection.execute(statements.complete, values).rowcount
 
     def release(self, connection: Connection, key: bytes, token: bytes | None) -> int:
         """Delete a claim if it is the token's (None: whoever's), and return how many were deleted."""
