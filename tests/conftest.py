@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.pgbouncer import PGBOUNCER, pgbouncer_before
 from tests.servers import (
     MARIADB,
     NATS,
@@ -56,6 +59,14 @@ def postgres_url(pytestconfig: pytest.Config) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def pgbouncer_url(pytestconfig: pytest.Config, postgres_url: str) -> Iterator[str]:
+    """Yield the plain `postgresql://` URL of the same database through a pgbouncer in transaction mode."""
+    ours = replace(PGBOUNCER, start_private=partial(pgbouncer_before, postgres_url))
+    with _noted(ours, pytestconfig) as found:
+        yield found.url
+
+
+@pytest.fixture(scope="session")
 def mariadb_url(pytestconfig: pytest.Config) -> Iterator[str]:
     """Yield the plain `mysql://` URL of an empty database, made for this run and dropped after it."""
     with _noted(MARIADB, pytestconfig) as found, mariadb_database(found.url) as url:
@@ -80,7 +91,9 @@ def nats_url(pytestconfig: pytest.Config) -> Iterator[str]:
 def _count_servers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Count who used which server, those asked for by `request.getfixturevalue` included."""
     yield
-    request.config.stash[_USES].update(s.fixture for s in SERVERS if s.fixture in request.fixturenames)
+    request.config.stash[_USES].update(
+        s.fixture for s in (*SERVERS, PGBOUNCER) if s.fixture in request.fixturenames
+    )
 
 
 _CROWDED = {"crash", "races"}

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import URL, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from tests import pgbouncer
 from tests.servers import driver_url
 
 BACKENDS = ("asyncpg", "psycopg", "sqlite")
@@ -34,6 +35,17 @@ def url_of(backend: str, request: pytest.FixtureRequest, folder: Path) -> str:
         return driver_url(request.getfixturevalue("postgres_url"), driver)
     pooled = make_url(driver_url(request.getfixturevalue("pgbouncer_url"), driver))
     return pooled.update_query_dict({_POOLED: "yes"}).render_as_string(hide_password=False)
+
+
+def is_pooled(url: str) -> bool:
+    """Tell whether a URL is pgbouncer's."""
+    return _POOLED in make_url(url).query
+
+
+def reconnect(url: str) -> None:
+    """Have a pooler let go of the server's processes, which know nothing of a database's new settings."""
+    if is_pooled(url):
+        pgbouncer.command(url, "RECONNECT")
 
 
 def engine_on(url: str | URL, **options: Any) -> AsyncEngine:

@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.servers import (
     POSTGRES,
+    WITHOUT,
     MissingServerError,
     Server,
     UnreachableError,
@@ -120,11 +121,13 @@ def test_ci_is_what_its_variable_says(value: str, expected: bool) -> None:
 
 
 def test_a_missing_server_fails_in_ci_and_is_skipped_elsewhere() -> None:
-    missing = MissingServerError("Fake is missing.\n  To get it: make one up.")
+    missing = MissingServerError("Fake is missing.\n  To get it: make one up.", "Fake")
     with pytest.raises(pytest.fail.Exception, match="make one up"):
-        give_up(missing, {"CI": "true"})
+        give_up(missing, {"CI": "true", WITHOUT: "pgbouncer"})
     with pytest.raises(pytest.skip.Exception, match="Fake is missing"):
         give_up(missing, {})
+    with pytest.raises(pytest.skip.Exception, match="Fake is missing"):
+        give_up(missing, {"CI": "true", WITHOUT: "pgbouncer Fake"})
 
 
 def test_a_url_is_written_for_each_driver() -> None:

@@ -59,6 +59,8 @@ _SQLITE: Mapping[str, Any] = {
 BACKENDS = (
     Backend(name="asyncpg", database="asyncpg", **_POSTGRESQL),
     Backend(name="psycopg", database="psycopg", **_POSTGRESQL),
+    Backend(name="asyncpg-pgbouncer", database="asyncpg+pgbouncer", app_engine=True, **_POSTGRESQL),
+    Backend(name="psycopg-pgbouncer", database="psycopg+pgbouncer", app_engine=True, **_POSTGRESQL),
     Backend(name="sqlite", **_SQLITE),
     Backend(name="sqlite-app-engine", app_engine=True, **_SQLITE),
     Backend(name="asyncmy", database="asyncmy", **_MARIADB),

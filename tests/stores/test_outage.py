@@ -49,7 +49,8 @@ def not_there(backend: Backend, folder: Path) -> str:
     """Return the URL of a database where nothing answers."""
     if backend.database == "sqlite":
         return f"sqlite+aiosqlite:///{folder / 'no such folder' / 'app.db'}"
-    return f"{DRIVERS[backend.database]}://root@127.0.0.1:{free_port()}/nowhere"
+    driver = backend.database.partition("+")[0]
+    return f"{DRIVERS[driver]}://root@127.0.0.1:{free_port()}/nowhere"
 
 
 async def claim(dedup: Dedup) -> None:

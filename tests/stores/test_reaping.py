@@ -235,7 +235,7 @@ async def test_four_workers_that_start_cold_create_one_table_and_win_each_id_onc
     # case F13
     await world.execute("drop table dedup_claims")
     await world.engine.dispose()
-    met = await crowd(4, start_cold, world.url)
+    met = await crowd(4, start_cold, world.url, world.backend.options)
     assert met["claimed"] == met["committed"] == IDS
     assert met.total() == 5 * IDS  # of the others, each is refused
     assert await world.count() == IDS

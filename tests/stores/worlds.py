@@ -24,7 +24,7 @@ from fastapi_dedup.claims import Intent, Lease, Receipt
 from fastapi_dedup.refusals import Refusal
 from fastapi_dedup.stores.sql import SqlStore
 from fastapi_dedup.stores.transactions import SessionTransaction
-from tests.databases import count, engine_on, orders_table
+from tests.databases import count, engine_on, orders_table, reconnect
 from tests.stores.hands import HANDS, Hands
 from tests.stores.promises import Backend
 
@@ -268,10 +268,12 @@ class World:
             return
         database = self.engine.url.database
         await self.execute(self.hands.set_zone.format(database=database, zone=zone))
+        reconnect(self.url)
         try:
             yield zone
         finally:
             await self.execute(self.hands.reset_zone.format(database=database))
+            reconnect(self.url)
 
     async def at(self, moment: datetime) -> None:
         """Make the database's clock stand at a moment. Only in a world whose clock is stopped."""
@@ -294,8 +296,9 @@ class StoppedClock:
     each connection may be told the time, and on SQLite a function of our own replaces `strftime`.
     """
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, url: str) -> None:
         self._engine = engine
+        self._url = url
         self._hands = HANDS[engine.dialect.name]
         self._moment = datetime.now(UTC)
 
@@ -342,6 +345,7 @@ class StoppedClock:
         async with self._engine.begin() as connection:
             for statement in statements:
                 await connection.execute(text(statement.format(database=self._engine.url.database)))
+        reconnect(self._url)
 
 
 @asynccontextmanager
@@ -368,7 +372,7 @@ async def world_of(
         else:
             async with orders_table(url):
                 pass
-        clock = StoppedClock(engine) if stopped_clock else None
+        clock = StoppedClock(engine, url) if stopped_clock else None
         if clock is not None:
             await clock.install()
             stack.push_async_callback(clock.remove)
