@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Literal
 
 from sqlalchemy import MetaData
@@ -18,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from fastapi_dedup.claims import DEFAULT_WINDOW, Claim, Intent, Lease, positive
 from fastapi_dedup.core import Delivery, settled
-from fastapi_dedup.errors import ConfigurationError, MissingLogicalIdError, StoreUnavailableError
+from fastapi_dedup.errors import ConfigurationError, MissingLogicalIdError
 from fastapi_dedup.flights import Flights
 from fastapi_dedup.guard import GenerationalGuard
 from fastapi_dedup.identities import Identities
@@ -31,6 +30,7 @@ from fastapi_dedup.refusals import error_of
 from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE, bound
 from fastapi_dedup.stores.memory import MemoryStore, MemoryTransaction
 from fastapi_dedup.stores.sql import DEFAULT_TABLE, SqlStore, claims_table
+from fastapi_dedup.stores.startup import has_siblings, prepare
 from fastapi_dedup.stores.transactions import BorrowedTransaction, OwnTransaction
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Dedup:
             default only; elsewhere a missing table is an error at start-up.
         table: The name of the table. Default `dedup_claims`.
         schema: The schema that the table is in. None is the connection's default.
+        dialect: The statements of claims. None takes those that are made for the database, and the generic
+            ones where there are none; `"generic"` takes those anyway, and thus promises less.
         reap_every: How long the reaper pauses between sweeps. None never sweeps: run `await dedup.reap()`
             from a job of your own. Default 5 minutes.
         reap_batch: The most claims that one reaping statement deletes. Default 1000.
@@ -78,8 +80,7 @@ class Dedup:
         identities: The publisher's rules: which id a message has by its type.
 
     Raises:
-        ConfigurationError: The options cannot be kept, the driver is not installed, or the database is of
-            a kind that no store here keeps its promises on.
+        ConfigurationError: The options cannot be kept, or the driver is not installed.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Dedup:
         create_table: bool | None = None,
         table: str = DEFAULT_TABLE,
         schema: str | None = None,
+        dialect: Literal["generic"] | None = None,
         reap_every: timedelta | None = timedelta(minutes=5),
         reap_batch: int = 1000,
         hooks: Iterable[Hook] = (),
@@ -104,7 +106,7 @@ class Dedup:
         self._open_session, self.engine, self._owns_engine = bound(bind)
         self._create_table = embedded if create_table is None else create_table
         self._table = claims_table(MetaData(), name=table, schema=schema)
-        self._store = SqlStore(self.engine, self._table)
+        self._store = SqlStore(self.engine, self._table, dialect=dialect)
         self._leased = LeasedStore(self._store.leases)
         self._hooks = tuple(hooks)
         self._guard = guard
@@ -147,35 +149,10 @@ class Dedup:
         async with self._starting:
             if self._started:
                 return
-            await self._prepare_table()
+            await prepare(self._store, create=self._create_table)
             if self._reap_every is not None:
                 self._reaper.start()
             self._started = True
-
-    async def _prepare_table(self) -> None:
-        try:
-            if self._create_table:
-                await self.create_table()
-            missing = await self._store.missing()
-        except StoreUnavailableError:
-            if self._create_table:
-                raise
-            logger.warning("%r does not answer; claims are refused until it does", self, exc_info=True)
-            return
-        table = f"the table {self._table.fullname!r}"
-        where = f"in {self.engine.url.render_as_string()}"
-        if missing is None:
-            msg = (
-                f"{table} is missing {where}: "
-                "create it with Dedup(..., create_table=True), await dedup.create_table(), or a migration"
-            )
-            raise ConfigurationError(msg)
-        if missing:
-            msg = (
-                f"{table} {where} is an earlier release's and has no {', '.join(missing)}: "
-                "add what is missing with a migration. It may be null, so earlier releases go on working"
-            )
-            raise ConfigurationError(msg)
 
     async def stop(self) -> None:
         """Stop the reaper, and close the pool if this runtime made it. It may be started again."""
@@ -343,7 +320,7 @@ class Dedup:
                 "Dedup(memory=lambda: GenerationalGuard(window=...))"
             )
             raise ConfigurationError(msg)
-        if not self._memories and _has_siblings():
+        if not self._memories and has_siblings():
             logger.warning(
                 "store='memory' in a process that looks like one of several workers: siblings do not know "
                 "what it has seen, so each of them may run a duplicate"
@@ -417,9 +394,3 @@ class Dedup:
             if not isinstance(outcome, Claim):
                 raise error_of(intent, outcome)
             yield outcome
-
-
-def _has_siblings() -> bool:
-    """Tell whether this process looks like one of several workers: nobody tells it how many there are."""
-    forked = "gunicorn" in os.environ.get("SERVER_SOFTWARE", "")
-    return forked or parent_process() is not None or os.environ.get("WEB_CONCURRENCY", "1") not in {"", "1"}

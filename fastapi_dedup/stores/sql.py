@@ -12,12 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
-from sqlalchemy import Column, DateTime, Index, LargeBinary, MetaData, Table, Text, inspect
-from sqlalchemy.dialects import mysql
-from sqlalchemy.exc import NoSuchTableError
+from sqlalchemy import Column, DateTime, Index, LargeBinary, MetaData, Table, Text, exc, inspect
+from sqlalchemy.dialects import mssql, mysql, oracle
 
 from fastapi_dedup.claims import Claimed
 from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.stores.dialects.generic import Generic
 from fastapi_dedup.stores.dialects.mysql import MySQL
 from fastapi_dedup.stores.dialects.postgresql import PostgreSQL
 from fastapi_dedup.stores.dialects.sqlite import SQLite
@@ -52,8 +52,8 @@ def claims_table(metadata: MetaData, *, name: str = DEFAULT_TABLE, schema: str |
         name,
         metadata,
         Column("key", _binary(32), primary_key=True, comment="SHA-256 of scope and logical id"),
-        Column("scope", Text, nullable=False, comment="legible scope"),
-        Column("logical_id", Text, nullable=False, comment="legible id"),
+        Column("scope", _legible(), nullable=False, comment="legible scope"),
+        Column("logical_id", _legible(), nullable=False, comment="legible id"),
         Column("token", _binary(16), nullable=False, comment="who may release the claim"),
         Column("fingerprint", _binary(32), nullable=True, comment="digest of the payload"),
         Column("claimed_at", _moment(), nullable=False),
@@ -70,12 +70,27 @@ def claims_table(metadata: MetaData, *, name: str = DEFAULT_TABLE, schema: str |
 
 def _binary(length: int) -> TypeEngine[bytes]:
     """Return a type for bytes; fixed in length where only that can be a key."""
-    return LargeBinary(length).with_variant(mysql.BINARY(length), "mysql", "mariadb")
+    return (
+        LargeBinary(length)
+        .with_variant(mysql.BINARY(length), "mysql", "mariadb")
+        .with_variant(mssql.BINARY(length), "mssql")
+        .with_variant(oracle.RAW(length), "oracle")
+    )
+
+
+def _legible() -> TypeEngine[str]:
+    """Return a type for text in any language."""
+    return Text().with_variant(mssql.NVARCHAR(), "mssql")
 
 
 def _moment() -> TypeEngine[datetime]:
     """Return a type for a moment, to the microsecond."""
-    return DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
+    return (
+        DateTime(timezone=True)
+        .with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
+        .with_variant(mssql.DATETIMEOFFSET(6), "mssql")  # type: ignore[no-untyped-call]
+        .with_variant(oracle.TIMESTAMP(timezone=True), "oracle")
+    )
 
 
 class Dialect(Protocol):
@@ -114,8 +129,8 @@ class Dialect(Protocol):
     def adopt(self, engine: Engine) -> None:
         """Prepare an engine whose connections claims will ride on."""
 
-    def serialize_creation(self, connection: Connection) -> None:
-        """Make other processes wait that are creating the table too, until the transaction ends."""
+    def serialize_creation(self, connection: Connection) -> bool:
+        """Make other processes wait that are creating the table too, and tell whether that can be done."""
 
 
 DIALECTS: dict[str, type[MySQL | PostgreSQL | SQLite]] = {
@@ -132,28 +147,28 @@ class SqlStore:
     Args:
         engine: The engine for what is no request's: creation, compensating releases, the reaper.
         table: The table of claims.
+        dialect: `"generic"` where another than the database's own is wanted.
 
     Attributes:
+        keeps: What it promises beyond what every store does.
         leases: The leased claims in the same table.
 
     Raises:
-        ConfigurationError: No dialect here keeps the promises on that database.
+        ConfigurationError: There is no such dialect, or it cannot serve that database.
     """
 
-    def __init__(self, engine: AsyncEngine, table: Table) -> None:
-        dialect = DIALECTS.get(engine.dialect.name)
-        if dialect is None:
-            msg = (
-                f"fastapi_dedup has no store for {engine.dialect.name!r} yet: "
-                f"use one of {', '.join(sorted(DIALECTS))}"
-            )
+    def __init__(self, engine: AsyncEngine, table: Table, *, dialect: str | None = None) -> None:
+        if dialect not in {None, "generic"}:
+            msg = f"dialect must be 'generic' or None, not {dialect!r}"
             raise ConfigurationError(msg)
+        own = None if dialect == "generic" else DIALECTS.get(engine.dialect.name)
         self._engine = engine
         self._engines: WeakSet[Engine] = WeakSet()
         self._table = table
-        self._dialect: Dialect = dialect(table, engine.dialect)
+        self._dialect: Dialect = (own or Generic)(table, engine.dialect)
         self._adopt(engine.sync_engine)
-        self.sees_in_flight = Promise.SEES_TWINS_ELSEWHERE in self._dialect.keeps
+        self.keeps = self._dialect.keeps
+        self.sees_in_flight = Promise.SEES_TWINS_ELSEWHERE in self.keeps
         self.leases = SqlLeases(engine, self._dialect)
 
     durable = True
@@ -211,12 +226,19 @@ class SqlStore:
     async def create_table(self) -> None:
         """Create the table and its index unless they are there; any number of processes may try at once."""
         with store_errors():
-            async with self._engine.begin() as connection:
+            async with self._engine.connect() as connection:
                 await connection.run_sync(self._create)
 
     def _create(self, connection: Connection) -> None:
-        self._dialect.serialize_creation(connection)
-        self._table.create(connection, checkfirst=True)
+        alone = self._dialect.serialize_creation(connection)
+        try:
+            self._table.create(connection, checkfirst=True)
+        except exc.DBAPIError:
+            connection.rollback()
+            if alone or not inspect(connection).has_table(self._table.name, schema=self._table.schema):
+                raise
+            return  # another process was quicker
+        connection.commit()
 
     async def missing(self) -> list[str] | None:
         """Return the columns that an older table lacks; None where there is no table at all."""
@@ -227,10 +249,41 @@ class SqlStore:
     def _missing(self, connection: Connection) -> list[str] | None:
         try:
             columns = inspect(connection).get_columns(self._table.name, schema=self._table.schema)
-        except NoSuchTableError:
+        except exc.NoSuchTableError:
             return None
         present = {column["name"] for column in columns}
         return [column.name for column in self._table.columns if column.name not in present]
+
+    async def verify(self) -> None:
+        """Try out a database that the dialect does not know.
+
+        Raises:
+            ConfigurationError: It keeps no promise.
+        """
+        if isinstance(self._dialect, Generic):
+            with store_errors():
+                async with self._engine.connect() as connection:
+                    await connection.run_sync(self._dialect.verify)
+
+    @property
+    def is_generic(self) -> bool:
+        """Whether its statements are those for any database."""
+        return isinstance(self._dialect, Generic)
+
+    @property
+    def was_run(self) -> bool:
+        """Whether the tests run its statements on such a database."""
+        return not isinstance(self._dialect, Generic) or self._dialect.was_run
+
+    @property
+    def table(self) -> str:
+        """The name of the table."""
+        return self._table.fullname
+
+    @property
+    def where(self) -> str:
+        """The database's URL, without its password."""
+        return self._engine.url.render_as_string()
 
     def _must_be_ours(self, connection: Connection) -> None:
         """Refuse a session on another database: its claims would be reaped and released by nobody."""
@@ -248,7 +301,13 @@ def _refuse_autocommit(connection: Connection) -> None:
     if connection.dialect.name == "sqlite":
         return  # there the store begins the transaction itself
     driver_connection = connection.connection.dbapi_connection
-    if driver_connection is not None and connection.dialect.detect_autocommit_setting(driver_connection):
+    try:
+        commits = driver_connection is not None and connection.dialect.detect_autocommit_setting(
+            driver_connection
+        )
+    except NotImplementedError:  # SQLAlchemy cannot tell
+        return
+    if commits:
         msg = (
             "the claim's connection is in AUTOCOMMIT mode, so no rollback can undo the claim: "
             "give the session an engine with a transactional isolation level"

@@ -13,12 +13,14 @@ class Hands:
         key: The name of the column `key`, as it must be written there.
         expire: Assignments that end a claim's window just now.
         fill: Inserts `:total` claims, of which the first `:expired` have expired, one second after the other.
+        now: A moment that is just now, as a constant of a statement.
         analyze: Makes statistics of the table of claims.
         explain: What shows the plan of the statement that follows.
         range_scan: How a plan says that the index gives the expired claims, and no others.
         scope: The column `scope`, as an index takes it.
         aborts: Whether a statement that fails spoils the whole transaction.
         snapshot: Fixes what a transaction sees of others, at levels that do so, and locks nothing.
+        keeps_snapshots: Whether a transaction may go on that has read an older state.
         impatient: Makes a connection fail where it would wait for a lock; None where nothing does.
         hold_up: Makes every claim elsewhere wait until this transaction ends.
         settings: Lists what a connection could leave behind for its next user.
@@ -42,12 +44,14 @@ class Hands:
     key: str = "key"
     expire: str
     fill: str
+    now: str = "now()"
     analyze: str = "analyze dedup_claims"
     explain: str
     range_scan: str
     scope: str = "scope"
     aborts: bool = False
     snapshot: str = "select sku from orders"
+    keeps_snapshots: bool = True
     impatient: str | None = None
     hold_up: str
     settings: str
@@ -118,6 +122,7 @@ _SQLITE = Hands(
     range_scan="(expires_at<?)",
     hold_up="begin immediate",
     settings="select timeout from pragma_busy_timeout()",
+    keeps_snapshots=False,
     strict="pragma foreign_keys = on",
 )
 
@@ -131,6 +136,7 @@ _MARIADB = Hands(
                   utc_timestamp(6) + interval 1 day)
           from seq_1_to_100000 where seq <= :total
     """,
+    now="utc_timestamp(6)",
     analyze="analyze table dedup_claims",
     explain="explain",
     range_scan="'range', 'ix_dedup_claims_expires_at'",

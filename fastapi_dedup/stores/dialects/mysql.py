@@ -230,11 +230,12 @@ class MySQL:
         """Have the engine's pool give back the locks of connections that come home."""
         event.listen(engine, "reset", _give_back)
 
-    def serialize_creation(self, connection: Connection) -> None:
+    def serialize_creation(self, connection: Connection) -> bool:
         """Wait for other processes that are creating the table, or be the one that others wait for."""
         name = hashlib.sha256(f"create {self._table}".encode()).hexdigest()[:60]
         connection.execute(text("SELECT GET_LOCK(:name, 30)"), {"name": name}).scalar_one()
         _note(connection, name)
+        return True
 
     def _claiming_on(self, dialect: Any) -> _Claiming:
         """Choose the statements of a claim; what server it is, is known since the engine has connected."""

@@ -264,9 +264,10 @@ class PostgreSQL:
     def adopt(self, engine: Engine) -> None:
         """Nothing to prepare."""
 
-    def serialize_creation(self, connection: Connection) -> None:
+    def serialize_creation(self, connection: Connection) -> bool:
         """CREATE TABLE IF NOT EXISTS can still collide with itself, so only one process at a time tries."""
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": self._lock(bytes(8))})
+        return True
 
     def _lock(self, key: bytes) -> int:
         return int.from_bytes(key[:8], "big", signed=True) ^ self._salt

@@ -190,9 +190,10 @@ class SQLite:
         refuse_shared_connection(engine)
         event.listen(engine, "savepoint", _begin_before_savepoint)
 
-    def serialize_creation(self, connection: Connection) -> None:
+    def serialize_creation(self, connection: Connection) -> bool:
         """Take the writer's lock before looking whether the table is there."""
         begin_immediate(connection)
+        return True
 
 
 @contextmanager

@@ -167,13 +167,13 @@ async def test_a_transaction_that_sees_the_past_is_refused_or_told_that_it_canno
     if world.engine.dialect.name == "sqlite":
         await world.execute("pragma journal_mode = wal")  # else a reader keeps every writer from committing
     async with world.session() as session, asyncio.timeout(SOON):
-        options = {"isolation_level": SNAPSHOT} if Promise.SNAPSHOTS in world.backend else {}
+        options = {"isolation_level": SNAPSHOT} if world.hands.keeps_snapshots else {}
         connection = await session.connection(execution_options=options)
-        if Promise.SNAPSHOTS not in world.backend:
+        if not world.hands.keeps_snapshots:
             await connection.exec_driver_sql("begin")
         await session.scalars(text("select sku from orders"))
         await world.claimed(NEWS)
-        if Promise.SNAPSHOTS in world.backend:
+        if world.hands.keeps_snapshots:
             assert await world.claim_in(session) in HONEST
         else:
             with pytest.raises(StoreUnavailableError) as raised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -103,7 +104,8 @@ async def test_claim_and_work_are_completed_by_one_commit(world: World) -> None:
         await write(claim.session)
         with statements(world.dedup.engine) as heard:
             await claim.session.commit()
-        assert [sent.split()[0].lower() for sent in heard.sent][-1] == "update"
+        changing = [sent for sent in heard.sent if not re.match("(?i)(savepoint|release|select)", sent)]
+        assert [sent.split()[0].lower() for sent in changing][-1] == "update"
         assert isinstance(await world.run(NEWS), Duplicate)
 
 

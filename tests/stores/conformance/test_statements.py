@@ -82,7 +82,7 @@ async def everything(world: World, dedup: Dedup) -> None:
 
 
 STRANDED = re.compile(
-    r"(?i)(set(?! transaction)|reset|pragma(?! main\.table_| busy_timeout)"
+    r"(?i)(set(?! transaction| local)|reset|pragma(?! main\.table_| busy_timeout)"
     r"|listen|prepare|declare|lock)\b"
 )
 
@@ -96,7 +96,9 @@ async def test_no_statement_outlives_its_transaction_on_the_connection(world: Wo
         assert not STRANDED.match(sent), sent
         locks = re.findall(r"(?i)pg_\w*advisory\w*", sent)
         assert {*locks} <= {"pg_try_advisory_xact_lock", "pg_advisory_xact_lock"}, sent
-        assert not re.search(r"(?i)set_config|lock_timeout|temp(orary)? table", sent), sent
+        assert not re.search(
+            r"(?i)set_config|(?<!local |.show )lock_timeout|temp(orary)? table", f" {sent}"
+        ), sent
 
 
 async def test_the_next_user_of_the_connection_finds_it_as_it_was(world: World) -> None:
