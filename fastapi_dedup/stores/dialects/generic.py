@@ -177,6 +177,8 @@ class Generic:
         Raises:
             ConfigurationError: The database does not keep it, and so it can keep no promise.
         """
+        is_exact = self._habits.past_locks is not None or _level(connection) != "READ UNCOMMITTED"
+        self._require(is_exact, "at READ UNCOMMITTED, an unfinished twin looks like a finished one")
         intent = Intent(("fastapi_dedup",), f"start-up {os.urandom(16).hex()}")
         token = os.urandom(16)
         try:
@@ -301,6 +303,14 @@ def _answer(seen: Row[Any], intent: Intent) -> Duplicate | InFlight | Mismatch |
         fingerprint=seen.fingerprint,
         now=_utc(seen.moment),
     )
+
+
+def _level(connection: Connection) -> str | None:
+    """Return the isolation level; None where SQLAlchemy cannot tell."""
+    try:
+        return connection.get_isolation_level()
+    except NotImplementedError:
+        return None
 
 
 def _utc(moment: datetime) -> datetime:
