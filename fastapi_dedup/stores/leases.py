@@ -7,6 +7,8 @@ be how pools deadlock. It opens connections only while leases are taken, extende
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Engine, event, exc
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from sqlalchemy import Connection
+    from sqlalchemy.engine import Dialect as SqlDialect
 
     from fastapi_dedup.claims import Intent, Outcome, Receipt
     from fastapi_dedup.stores.sql import Dialect
@@ -98,7 +101,16 @@ class SqlLeases:
 def _beside(engine: AsyncEngine) -> AsyncEngine:
     """Return an engine like another, with a pool of its own."""
     sync = engine.sync_engine
-    beside = AsyncEngine(Engine(sync.pool.recreate(), sync.dialect, sync.url))
-    # Whatever the app's own isolation is: a short transaction is to see what others have committed.
-    level = None if sync.dialect.name == "sqlite" else "READ COMMITTED"
-    return beside if level is None else beside.execution_options(isolation_level=level)
+    beside = Engine(sync.pool.recreate(), sync.dialect, sync.url)
+    if sync.dialect.name != "sqlite":
+        # Once for each connection. SQLAlchemy's own option sets it when one is taken from the pool, and loses
+        # the connection if it is cancelled at that.
+        event.listen(beside, "connect", partial(_read_what_is_committed, sync.dialect))
+    return AsyncEngine(beside)
+
+
+def _read_what_is_committed(dialect: SqlDialect, connection: Any, _: object) -> None:
+    """Have a connection's short transactions see what others have committed, whatever the app's own do."""
+    with suppress(NotImplementedError):  # a database that has no levels
+        if "READ COMMITTED" in dialect.get_isolation_level_values(connection):
+            dialect.set_isolation_level(connection, "READ COMMITTED")

@@ -20,6 +20,7 @@ from sqlalchemy.pool import QueuePool
 from fastapi_dedup import Claim, ClaimInFlightError, ClaimLostError, Dedup, DuplicateError
 from fastapi_dedup.claims import Claimed, Duplicate, InFlight, Lease
 from fastapi_dedup.refusals import Refusal
+from tests.databases import engine_on
 from tests.stores.promises import Promise
 from tests.stores.worlds import HOUR, SOON, Order, World, intent, statements, until
 
@@ -195,6 +196,16 @@ async def test_a_snapshot_that_is_older_than_the_claim_does_not_get_in_its_way(
             await session.commit()
         assert isinstance(await world.run(NEWS), Duplicate)
     assert await world.orders() == ["news"]
+
+
+async def test_leases_see_what_others_have_committed_whatever_the_apps_isolation(world: World) -> None:
+    dedup = world.runtime(engine=engine_on(world.url, isolation_level="SERIALIZABLE"))
+    if world.hands.keeps_snapshots:
+        async with dedup._store.leases._engine.connect() as connection:
+            assert await connection.get_isolation_level() == "READ COMMITTED"
+    async with leased(world, dedup):
+        assert await world.run(NEWS) == InFlight()
+    assert isinstance(await world.run(NEWS), Duplicate)
 
 
 # failure
