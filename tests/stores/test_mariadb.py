@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
-from fastapi_dedup import Claim, ClaimInFlightError, DuplicateError
+from fastapi_dedup import Claim, ClaimInFlightError, Dedup, DuplicateError
 from fastapi_dedup.claims import Duplicate, InFlight
 from fastapi_dedup.errors import ClaimLostError
 from fastapi_dedup.stores.dialects.mysql import MySQL, _has_snapshots
@@ -48,6 +48,23 @@ async def snapshot(world: World) -> AsyncIterator[AsyncSession]:
         await session.flush()
         await session.execute(text("select sku from orders"))
         yield session
+
+
+@on_mariadb
+async def test_the_same_id_in_another_database_of_the_server_is_another_id(world: World) -> None:
+    other = world.engine.url.set(database=f"{world.engine.url.database}_b")
+    await world.execute(f"create database {other.database}")
+    try:
+        engine = create_async_engine(other)
+        async with Dedup(engine, create_table=True) as elsewhere, world.attempt() as here:
+            await here.claim(NEWS)
+            assert isinstance(await world.run(NEWS, world.runtime()), InFlight)
+            async with elsewhere.claim("news", scope="tests"):
+                pass
+            await here.delivery.succeed()
+        await engine.dispose()
+    finally:
+        await world.execute(f"drop database {other.database}")
 
 
 @on_mariadb

@@ -232,7 +232,7 @@ class MySQL:
 
     def serialize_creation(self, connection: Connection) -> bool:
         """Wait for other processes that are creating the table, or be the one that others wait for."""
-        name = hashlib.sha256(f"create {self._table}".encode()).hexdigest()[:60]
+        name = self._lock_name(connection, b"create")
         connection.execute(text("SELECT GET_LOCK(:name, 30)"), {"name": name}).scalar_one()
         _note(connection, name)
         return True
@@ -246,11 +246,16 @@ class MySQL:
         return self._claiming
 
     def _lock(self, connection: Connection, statement: TextClause, key: bytes) -> Row[Any]:
-        name = hashlib.sha256(self._table.encode() + key).hexdigest()[:60]
+        name = self._lock_name(connection, key)
         row = connection.execute(statement, {"name": name, "key": key}).one()
         if row.free:
             _note(connection, name)
         return row
+
+    def _lock_name(self, connection: Connection, key: bytes) -> str:
+        """Return the name of a lock. Names are the server's, and its other databases have such tables too."""
+        where = f"{connection.engine.url.database} {self._table} ".encode()
+        return hashlib.sha256(where + key).hexdigest()[:60]
 
 
 def _note(connection: Connection, name: str) -> None:
