@@ -124,7 +124,7 @@ class Exchange:
             DedupError: The delivery is refused.
         """
         work = self.delivery.own if session is OWN else BorrowedTransaction(session)
-        intent, transaction, store = self.dedup.place(policy, intent, work)
+        intent, transaction, store = self.dedup.place(policy, intent, work, self.delivery)
         self._policies.append(policy)
         wait = policy.wait_timeout if policy.in_flight == "wait" else None
         outcome = await self.delivery.claim(intent, transaction, wait=wait, store=store)

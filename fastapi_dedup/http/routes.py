@@ -72,7 +72,7 @@ def inspect_app(
     claiming: Callable[[ASGIApp], ASGIApp],
     *,
     required_of: Callable[[Endpoint], Policy | None],
-    memory_of: Callable[[Policy], object],
+    prepare: Callable[[Policy], object],
     warn_once: Callable[[str, str], bool],
 ) -> Inspected:
     """Inspect an app's routes, and prepare them. Doing it again does no harm.
@@ -82,7 +82,7 @@ def inspect_app(
         own_policy: The middleware's own policy, if it deduplicates by header.
         claiming: Wraps a plain ASGI endpoint so that the middleware's policy claims before it runs.
         required_of: Returns the policy that is required of an endpoint which has none of its own.
-        memory_of: Makes the guard that is the store of a policy, where that is "memory".
+        prepare: Sees to what a policy needs of a guard.
         warn_once: Tells whether a warning of a kind about a route is to be logged: the first time only.
 
     Raises:
@@ -93,7 +93,7 @@ def inspect_app(
         return Inspected(None, routed=False)
     for found in _fastapi_routes(routes):
         _prepare(found, own_policy, required_of, warn_once)
-        _make_memories(found, memory_of)
+        _prepare_guards(found, prepare)
     if own_policy is not None:
         _wrap_plain_routes(routes, claiming)
     for each in _fastapi_apps(app):
@@ -183,14 +183,13 @@ def _prepare(
             claim.dependencies.append(get_dependant(path=found.path, call=_Valid(checked), name="valid"))
 
 
-def _make_memories(found: Found, memory_of: Callable[[Policy], object]) -> None:
+def _prepare_guards(found: Found, prepare: Callable[[Policy], object]) -> None:
     for _, policy in found.claims():
-        if policy.store == "memory":
-            try:
-                memory_of(policy)
-            except ConfigurationError as error:
-                msg = f"{found.name}: {error}"
-                raise ConfigurationError(msg) from error
+        try:
+            prepare(policy)
+        except ConfigurationError as error:
+            msg = f"{found.name}: {error}"
+            raise ConfigurationError(msg) from error
 
 
 def _sub_dependant(policy: Deduplicated, found: Found) -> Dependant:
