@@ -31,6 +31,7 @@ from fastapi_dedup.errors import ClaimLostError
 from fastapi_dedup.guard import GenerationalGuard, GuardEvent
 from fastapi_dedup.hooks import Event
 from fastapi_dedup.messaging.envelope import Envelope
+from fastapi_dedup.messaging.faststream import DeduplicatingMiddleware
 from fastapi_dedup.messaging.handler import Result
 from tests.guard.conftest import WINDOW, Guarded
 from tests.guard.doors import SCOPE, Clock, Endpoint, Queries, endpoint, undone
@@ -447,6 +448,8 @@ async def test_and_where_a_handler_is_decorated(memory: Memory, policy: Deduplic
 
     with pytest.raises(ConfigurationError, match=f"the policy's {option} is 1 day"):
         memory.dedup.handler(policy)(on_order)
+    with pytest.raises(ConfigurationError, match=f"the policy's {option} is 1 day"):
+        DeduplicatingMiddleware(memory.dedup, policy)
     memory.dedup.require(lambda endpoint: endpoint.kind == "message", policy)
     with pytest.raises(ConfigurationError, match=f"the policy's {option} is 1 day"):
         await memory.dedup.handler()(on_order)(Envelope({}, {KEY: "1"}))
