@@ -187,6 +187,28 @@ def print_forgetting() -> None:
         print(f"  {count:>7,} ids held {(time.process_time() - start) / len(some) * 1e6:6.1f} µs")
 
 
+def pause_of_a_rotation() -> float:
+    """Return how many seconds the call takes that drops a full generation."""
+    now = 0.0
+    guard = GenerationalGuard(max_tracked=CEILING, clock=lambda: now)
+    for logical_id in new_ids(CEILING // 2):
+        guard.begin(logical_id)
+        guard.complete(logical_id)
+    half = guard.window.total_seconds() / 2
+    now = half
+    guard.look("")  # the generation becomes the previous one
+    now = 2 * half
+    start = time.process_time()
+    guard.look("")
+    return time.process_time() - start
+
+
+def print_rotation() -> None:
+    """Print how long the call takes that drops a full generation."""
+    pause = statistics.median(pause_of_a_rotation() for _ in range(9))
+    print(f"\nthe call that drops {CEILING // 2:,} ids: {pause * 1e3:.1f} ms")
+
+
 def pair(logical_id: str | bytes) -> Hashable:
     """Return what stands for an id at a destination."""
     return logical_id, DESTINATION
@@ -251,13 +273,30 @@ def print_memory() -> None:
         )
 
 
+def print_ceilings() -> None:
+    """Print what the tables of a full guard take, by its ceiling: one just below a leap takes half."""
+    print("\ntables of a guard that three times its ceiling of ids went through")
+    for ceiling in (87_000, CEILING):
+        ids = new_ids(3 * ceiling)
+        tracemalloc.start()
+        guard = GenerationalGuard(max_tracked=ceiling)
+        for logical_id in ids:
+            if guard.begin(logical_id):
+                guard.complete(logical_id)
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        print(f"  max_tracked={ceiling:<7} {size / 1e6:4.1f} MB for {guard.snapshot().tracked:,} ids")
+
+
 def main() -> None:
     """Print everything."""
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     for count in (1_000, 10_000, CEILING):
         print_times(count)
     print_forgetting()
+    print_rotation()
     print_memory()
+    print_ceilings()
     print(f"\nload average {os.getloadavg()[0]:.1f}")
 
 
