@@ -68,6 +68,7 @@ class Exchange:
 
     Attributes:
         started: Whether the response has started.
+        attends: Whether it is told of what leaves the route.
         refusal: The refusal that the request is to be answered with.
         forms: The forms that policies have parsed, to be closed in the end.
         duplicate_status: How the policy that refused answers duplicates.
@@ -87,6 +88,7 @@ class Exchange:
         self.delivery = dedup.delivery()
         self.duplicate_status = 409
         self.started = False
+        self.attends = False
         self.refusal: DedupError | None = None
         self.forms: list[FormData] = []
         self._scope = scope

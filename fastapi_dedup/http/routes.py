@@ -11,7 +11,6 @@ are seen together. Four things come of it, for every route:
 
 from __future__ import annotations
 
-import inspect
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,15 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import fastapi.routing
 from fastapi import Depends, FastAPI
 from fastapi.dependencies.models import Dependant
-from fastapi.dependencies.utils import (
-    get_dependant,
-    get_parameterless_sub_dependant,
-    request_params_to_args,
-)
-from starlette.requests import HTTPConnection
+from fastapi.dependencies.utils import get_parameterless_sub_dependant
 from starlette.routing import Host, Mount, Route
 
 from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.http.bound import Bound, policies_of
 from fastapi_dedup.http.checks import Found, is_claim, refuse_what_cannot_be_kept, tree, unused_session
 from fastapi_dedup.http.dependency import Deduplicated
 from fastapi_dedup.http.openapi import amend_operation
@@ -171,16 +166,21 @@ def _prepare(
                 session,
                 session,
             )
-    if own_policy is not None and (own := _what_is_left(own_policy, found)) is not None:
+    own = None if own_policy is None else _what_is_left(own_policy, found)
+    first = next((each for each in root.dependencies if is_claim(each)), None)
+    if own is not None and first is None:
         root.dependencies.append(_sub_dependant(own, found))
     # In front of the handler: first who answers for the caller, then who claims on the way, then the claims.
     root.dependencies.sort(
         key=lambda each: is_claim(each) + any(is_claim(sub) for sub in (each, *tree(each)))
     )
     checked = [each for each in (root, *tree(root)) if _takes_parameters(each)]
-    for claim, _ in found.claims():
-        if checked and not any(isinstance(sub.call, _Valid) for sub in claim.dependencies):
-            claim.dependencies.append(get_dependant(path=found.path, call=_Valid(checked), name="valid"))
+    for claim in filter(is_claim, tree(root)):
+        bound = claim.call if isinstance(claim.call, Bound) else Bound(*policies_of(claim.call))
+        claim.call = bound
+        bound.checked = checked
+        if claim is first and own is not None:
+            bound.also = own
 
 
 def _prepare_guards(found: Found, prepare: Callable[[Policy], object]) -> None:
@@ -211,8 +211,9 @@ def _drop_overruled(root: Dependant) -> None:
     """Drop policies whose header a policy nearer to the handler has too: one request, one claim per id."""
     claims = [each for each in root.dependencies if is_claim(each)]
     for position, claim in enumerate(claims):
-        nearer = claims[position + 1 :]
-        if claim.name is None and any(_same_header(claim.call, each.call) for each in nearer):
+        policy, *_ = policies_of(claim.call)
+        nearer = [each for other in claims[position + 1 :] for each in policies_of(other.call)]
+        if claim.name is None and any(_same_header(policy, each) for each in nearer):
             root.dependencies.remove(claim)
 
 
@@ -241,32 +242,6 @@ def _takes_parameters(dependant: Dependant) -> bool:
     return bool(
         dependant.header_params or dependant.cookie_params or dependant.query_params or dependant.path_params
     )
-
-
-class _Valid:
-    """A dependency of claims: whether FastAPI finds nothing missing in headers, cookies, query and path.
-
-    FastAPI goes on to solve dependencies although one of them lacks its credentials, and answers 422 in the
-    end. A claim that were made meanwhile would tell that caller about ids, or keep the rightful one waiting.
-    """
-
-    def __init__(self, dependants: list[Dependant]) -> None:
-        self._dependants = dependants
-        parameter = inspect.Parameter("connection", inspect.Parameter.KEYWORD_ONLY, annotation=HTTPConnection)
-        self.__signature__ = inspect.Signature([parameter])  # FastAPI resolves no annotation of an object's
-
-    async def __call__(self, connection: HTTPConnection) -> bool:
-        return not any(
-            errors
-            for each in self._dependants
-            for fields, given in (
-                (each.header_params, connection.headers),
-                (each.cookie_params, connection.cookies),
-                (each.query_params, connection.query_params),
-                (each.path_params, connection.path_params),
-            )
-            for errors in request_params_to_args(fields, given)[1:]
-        )
 
 
 # Plain ASGI endpoints
