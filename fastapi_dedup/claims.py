@@ -125,11 +125,6 @@ class Intent:
             self.lease.length if self.lease.on_abandoned == "retry" else max(self.window, self.lease.length)
         )
 
-    @property
-    def guard_key(self) -> bytes:
-        """What a guard knows the intent by: with its payload, so that another payload is no duplicate."""
-        return self.key + (self.fingerprint or b"")
-
 
 @dataclass(frozen=True, slots=True)
 class Claim:

@@ -36,7 +36,7 @@ from fastapi_dedup.errors import (
 )
 from fastapi_dedup.guard import Seen
 from fastapi_dedup.hooks import Event, EventKind, tell
-from fastapi_dedup.refusals import KINDS, Refusal, error_of
+from fastapi_dedup.refusals import KINDS, SEEN, Refusal, error_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -149,11 +149,11 @@ class Delivery:
     async def _take(self, intent: Intent, transaction: Transaction, store: Store[Any]) -> Outcome:
         if self._guard is None or not store.durable:
             return await self._ask(intent, transaction, store, None)
-        with self._guard.attempt(intent.guard_key) as attempt:
-            if attempt.seen is Seen.PROCESSED:
-                return Duplicate()
+        with self._guard.attempt(intent.key, fingerprint=intent.fingerprint) as attempt:
             if attempt.seen is Seen.IN_FLIGHT:
                 return self._flights.seen_from(intent)
+            if attempt.seen is not Seen.NEW:
+                return SEEN[attempt.seen]
             outcome = await self._ask(intent, transaction, store, attempt)
             if isinstance(outcome, Claimed):
                 attempt.keep()
@@ -208,7 +208,6 @@ class Delivery:
         intent = held.intent
         self._held[intent.key] = held
         flight.held = True
-        self._tell(EventKind.CLAIMED, intent)
 
         def decided(fate: Fate) -> None:
             held.fate = fate
@@ -216,7 +215,12 @@ class Delivery:
             if fate is Fate.OPEN:  # taken anew before a COMMIT, after the handler's ROLLBACK
                 return
             self._flights.land(flight)
-            if attempt is not None and fate is Fate.COMMITTED and not held.given_back:
+            if (
+                attempt is not None
+                and fate is Fate.COMMITTED
+                and held.transaction.outermost
+                and not held.given_back
+            ):
                 attempt.complete(window=intent.window)
             elif attempt is not None:
                 attempt.release()
@@ -224,6 +228,7 @@ class Delivery:
                 self._tell(EventKind.COMMITTED if fate is Fate.COMMITTED else EventKind.RELEASED, intent)
 
         held.transaction.watch(decided)
+        self._tell(EventKind.CLAIMED, intent)
 
     # 3. settle
 
@@ -252,8 +257,12 @@ class Delivery:
         # Not shielded: a COMMIT that is cut in half is durable, claim and work, or neither is.
         self._succeeding = True
         await self.own.commit()
+        await self._commit_others(durable=True)
+        await self._commit_others(durable=False)  # last: claims in memory remember what is committed
+
+    async def _commit_others(self, *, durable: bool) -> None:
         for held in self._held.values():
-            if held.transaction is not self.own:
+            if held.store.durable is durable and held.transaction is not self.own:
                 await held.transaction.commit()
         if self.lost:
             msg = "the session of the claim was closed without COMMIT, so its work is lost: commit it before"
@@ -287,6 +296,12 @@ class Delivery:
                 await held.transaction.commit()
         if not self.own.idle:  # something went on after the success was told
             await uncancelled(self._end_own())
+
+    @property
+    def undecided(self) -> list[Transaction]:
+        """The transactions that still have the fate of a claim in the database in their hands."""
+        held = self._held.values()
+        return [each.transaction for each in held if each.fate is Fate.OPEN and each.store.durable]
 
     @property
     def lost(self) -> bool:
@@ -335,7 +350,7 @@ class Delivery:
             elif held.transaction.idle:
                 await held.store.release(held.intent, held.receipt)
                 if self._guard is not None:
-                    self._guard.release(held.intent.guard_key)
+                    self._guard.forget(held.intent.key)
             else:
                 return  # it would take a second connection: finish() comes when this one is given back
         except Exception as error:

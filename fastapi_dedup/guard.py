@@ -5,7 +5,8 @@ the window has passed, or half the ceiling has landed, the previous one is dropp
 one takes its place. So a call costs O(1), no entry carries a timestamp, and an id is remembered for at
 least half the window and never beyond the window; for less only where the ceiling forces a rotation.
 
-In-flight ids live apart from the generations, so no rotation takes its mark from a slow handler.
+A generation is a dict from id to fingerprint: the payload that the work was done for, or None. In-flight ids
+live apart from the generations, so no rotation takes its mark from a slow handler.
 """
 # ruff: noqa: SLF001 - an attempt and its guard are one concept in two classes.
 
@@ -16,13 +17,12 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 from fastapi_dedup.claims import positive
 from fastapi_dedup.errors import ConfigurationError
-from fastapi_dedup.hooks import GuardEvent
+from fastapi_dedup.hooks import GuardEvent, GuardSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,47 +41,32 @@ class Seen(enum.Enum):
         NEW: Nothing: it may run.
         IN_FLIGHT: It was begun and has not been settled: "not yet", never "done".
         PROCESSED: It was completed, inside the window.
+        MISMATCH: So it was, but for another payload.
     """
 
     NEW = "new"
     IN_FLIGHT = "in_flight"
     PROCESSED = "processed"
+    MISMATCH = "mismatch"
 
 
 # Looking a member up on its class is slow on CPython 3.11, and these are on the hot path.
-_NEW, _IN_FLIGHT, _PROCESSED = Seen
+_NEW, _IN_FLIGHT, _PROCESSED, _MISMATCH = Seen
 
 
 class _Mark:
-    """The in-flight mark of one attempt."""
-
-    forgotten = False  # whether the id was forgotten meanwhile: then its success is not remembered
-
-
-@dataclass(frozen=True, slots=True)
-class GuardSnapshot:
-    """The guard's counters since it was made, and what it holds at this moment.
+    """The in-flight mark of one attempt.
 
     Attributes:
-        suppressed: How many ids were refused.
-        rotated: How many generations were dropped, early ones included.
-        rotated_early: How many of them the ceiling forced out before their time.
-        untracked: How many ids ran or were completed unknown to the guard, its ceiling full of in-flight ids.
-        processed: How many processed ids are held now.
-        in_flight: How many in-flight ids are held now.
+        fingerprint: The payload that it is an attempt at.
+        forgotten: Whether the id was forgotten meanwhile: then its success is not remembered.
     """
 
-    suppressed: int
-    rotated: int
-    rotated_early: int
-    untracked: int
-    processed: int
-    in_flight: int
+    __slots__ = ("fingerprint", "forgotten")
 
-    @property
-    def tracked(self) -> int:
-        """How many ids are held now, which is never more than `max_tracked`."""
-        return self.processed + self.in_flight
+    def __init__(self, fingerprint: bytes | None) -> None:
+        self.fingerprint = fingerprint
+        self.forgotten = False
 
 
 class GenerationalGuard:
@@ -129,10 +114,9 @@ class GenerationalGuard:
         self._identity = identity
         self._clock = clock
         self._on_event = on_event
-        self._in_flight: set[_Key] = set()
-        self._owners: dict[_Key, _Mark] = {}  # the marks of the in-flight ids that an attempt owns
-        self._current: set[_Key] = set()
-        self._previous: set[_Key] = set()
+        self._in_flight: dict[_Key, _Mark | None] = {}  # None: begun by hand, and nobody's
+        self._current: dict[_Key, bytes | None] = {}
+        self._previous: dict[_Key, bytes | None] = {}
         self._due = clock() + self._half_window  # when the current generation has lasted its half
         self._room = max_tracked // 2  # how many more ids may come in before anyone has to count
         self._counts = dict.fromkeys(GuardEvent, 0)
@@ -154,7 +138,7 @@ class GenerationalGuard:
             True if the id may run; False if it is in flight or processed.
         """
         key = logical_id if destination is None else self._key(logical_id, destination)
-        # `with lock` costs twice these two calls (CPython 3.11 to 3.13), which counts here and in `complete`.
+        # Here and in `complete`: `with lock` costs twice these calls, and `self._clock()` twice a local's.
         lock = self._lock
         lock.acquire()
         try:
@@ -166,11 +150,12 @@ class GenerationalGuard:
                 and self._room > 0
             ):
                 self._room -= 1
-                self._in_flight.add(key)
+                self._in_flight[key] = None
                 return True
         finally:
             lock.release()
-        return self._begin(key, None) is _NEW
+        seen, _ = self._begin(key, None)
+        return seen is _NEW
 
     def complete(self, logical_id: str | bytes, destination: str | None = None) -> None:
         """Remember that an id's work is done. Call it once that cannot be undone: after COMMIT.
@@ -180,15 +165,12 @@ class GenerationalGuard:
             destination: As given to `begin`.
         """
         key = logical_id if destination is None else self._key(logical_id, destination)
-        clock, lock = self._clock, self._lock
-        now = clock()
+        lock, clock = self._lock, self._clock
         lock.acquire()
         try:
-            if now < self._due:
-                self._in_flight.remove(key)
-                self._current.add(key)
-                if self._owners:
-                    self._owners.pop(key, None)
+            if clock() < self._due and self._in_flight[key] is None:
+                del self._in_flight[key]
+                self._current[key] = None
                 return
         except KeyError:  # never begun, or untracked
             pass
@@ -205,24 +187,32 @@ class GenerationalGuard:
         """
         key = self._key(logical_id, destination)
         with self._lock:
-            self._owners.pop(key, None)
-            for ids in (self._in_flight, self._current, self._previous):
-                ids.discard(key)
+            self._in_flight.pop(key, None)
+            self._current.pop(key, None)
+            self._previous.pop(key, None)
 
-    def forget(self, beginning: str | bytes) -> bool:
-        """Forget the processed ids that begin so, and let no attempt at one that is in flight be remembered.
+    def forget(self, logical_id: str | bytes, destination: str | None = None) -> bool:
+        """Forget an id that was processed, and do not remember the one that is in flight.
 
-        Returns whether one was forgotten. Ids with a destination are left alone. It looks at every id: for an
-        operator, not for every message.
+        Unlike `release` it leaves an in-flight mark where it is, so that no twin runs beside its owner.
+
+        Args:
+            logical_id: The id.
+            destination: As given to `begin`.
+
+        Returns:
+            Whether it was remembered.
         """
-        length, found = len(beginning), False
+        key = self._key(logical_id, destination)
         with self._lock:
-            for key, mark in self._owners.items():
-                mark.forgotten |= key[:length] == beginning
-            for ids in (self._current, self._previous):
-                forgotten = {key for key in ids if key[:length] == beginning}
-                ids.difference_update(forgotten)
-                found |= bool(forgotten)
+            self._tidy()
+            if key in self._in_flight:
+                mark = self._in_flight[key] = self._in_flight[key] or _Mark(None)
+                mark.forgotten = True
+            found = key in self._current or key in self._previous
+            self._current.pop(key, None)
+            self._previous.pop(key, None)
+        self._tell()
         return found
 
     def with_window(self, window: timedelta) -> GenerationalGuard:
@@ -231,24 +221,32 @@ class GenerationalGuard:
             window, self._max_tracked, identity=self._identity, clock=self._clock, on_event=self._on_event
         )
 
-    def attempt(self, logical_id: str | bytes, destination: str | None = None) -> Attempt:
+    def attempt(
+        self, logical_id: str | bytes, destination: str | None = None, *, fingerprint: bytes | None = None
+    ) -> Attempt:
         """Try to begin an id, and own its mark until `complete`, `release`, or the attempt's own end.
 
         Args:
-            logical_id: The id. Where the payload counts, append its fingerprint: what the guard does not
-                know is left to the durable store.
+            logical_id: The id.
             destination: Where it is bound for, such as a queue; None where there is only one.
+            fingerprint: Digest of the payload, where the payload counts: then an id that was completed for
+                another one is seen as `Seen.MISMATCH`.
 
         Returns:
             The attempt; its `seen` says whether the id may run.
         """
-        return Attempt(self, self._key(logical_id, destination))
+        key = self._key(logical_id, destination)
+        hash(key)  # what is no key must fail here, and not in whoever takes the attempt's orphan back
+        return Attempt(self, key, fingerprint)
 
-    def look(self, logical_id: str | bytes, destination: str | None = None) -> Seen:
-        """Say what is known of an id, given as to `begin`. Takes nothing, counts nothing."""
+    def look(
+        self, logical_id: str | bytes, destination: str | None = None, *, fingerprint: bytes | None = None
+    ) -> Seen:
+        """Say what is known of an id, given as to `attempt`. Takes nothing, counts nothing."""
         key = self._key(logical_id, destination)
         with self._lock:
-            seen = self._look(key)
+            self._tidy()
+            seen = self._look(key, fingerprint)
         self._tell()
         return seen
 
@@ -267,60 +265,63 @@ class GenerationalGuard:
     def _key(self, logical_id: str | bytes, destination: str | None) -> _Key:
         return logical_id if destination is None or self._identity == "id" else (logical_id, destination)
 
-    def _begin(self, key: _Key, mark: _Mark | None) -> Seen:
+    def _begin(self, key: _Key, mark: _Mark | None) -> tuple[Seen, float]:
+        """Try to begin a key, and return what was seen of it, and when that was."""
         with self._lock:
-            seen = self._look(key)
+            now = self._tidy()
+            seen = self._look(key, None if mark is None else mark.fingerprint)
             if seen is not _NEW:
                 self._note(GuardEvent.SUPPRESSED)
-            elif self._has_room():
+            elif self._has_room(now):
                 self._room -= 1
-                self._in_flight.add(key)
-                if mark is not None:
-                    self._owners[key] = mark
+                self._in_flight[key] = mark
             else:
                 self._note(GuardEvent.UNTRACKED)
         self._tell()
-        return seen
+        return seen, now
 
     def _complete(self, key: _Key, mark: _Mark | None, not_beyond: float | None) -> None:
         """Land a key. With a mark, only if it is in flight under that mark."""
         with self._lock:
-            self._tidy()
-            if mark is not None and mark.forgotten:
-                self._give_back(key, mark)
-            elif mark is None or self._owners.get(key) is mark:
-                self._land(key, not_beyond)
+            now = self._tidy()
+            if key in self._in_flight:
+                owner = self._in_flight[key]
+                if mark is None or owner is mark:
+                    del self._in_flight[key]
+                    self._land(key, owner, not_beyond)
+            elif mark is None:  # never begun, or untracked
+                if self._has_room(now):
+                    self._room -= 1
+                    self._land(key, None, None)
+                else:
+                    self._note(GuardEvent.UNTRACKED)
         self._tell()
 
     # What follows is called with the lock held, but for `_tell`.
 
-    def _look(self, key: _Key) -> Seen:
-        self._tidy()
+    def _look(self, key: _Key, fingerprint: bytes | None) -> Seen:
         if key in self._in_flight:
             return _IN_FLIGHT
-        return _PROCESSED if key in self._current or key in self._previous else _NEW
+        for generation in (self._current, self._previous):
+            if key in generation:
+                other = None not in (fingerprint, generation[key]) and fingerprint != generation[key]
+                return _MISMATCH if other else _PROCESSED
+        return _NEW
 
-    def _land(self, key: _Key, not_beyond: float | None) -> None:
-        self._owners.pop(key, None)
-        if key in self._in_flight:
-            self._in_flight.remove(key)
-        elif self._has_room():
-            self._room -= 1
-        else:
-            self._note(GuardEvent.UNTRACKED)
+    def _land(self, key: _Key, mark: _Mark | None, not_beyond: float | None) -> None:
+        if mark is not None and mark.forgotten:
             return
         # What lands now is dropped at the end of the generation after this one, at the latest.
         if not_beyond is None or not_beyond >= self._due + self._half_window:
-            self._current.add(key)
+            self._current[key] = None if mark is None else mark.fingerprint
 
     def _give_back(self, key: _Key, mark: _Mark) -> None:
         """Take a key out of flight, if it still is in flight under this mark."""
-        if self._owners.get(key) is mark:
-            del self._owners[key]
-            self._in_flight.remove(key)
+        if self._in_flight.get(key) is mark:
+            del self._in_flight[key]
 
-    def _tidy(self) -> None:
-        """Take back orphaned marks, and rotate what is due."""
+    def _tidy(self) -> float:
+        """Take back orphaned marks, rotate what is due, and return the time that this was judged by."""
         while self._orphans:
             self._give_back(*self._orphans.popleft())
         now = self._clock()
@@ -329,17 +330,18 @@ class GenerationalGuard:
             self._rotate(self._due + self._half_window)
         if now >= self._due:  # a whole window without a rotation: nothing held is young enough
             self._rotate(now + self._half_window)
+        return now
 
-    def _has_room(self) -> bool:
+    def _has_room(self, now: float) -> bool:
         if self._room <= 0:
             self._count_room()
         while self._room <= 0 and (self._current or self._previous):
-            self._rotate(self._clock() + self._half_window)
+            self._rotate(now + self._half_window)
             self._note(GuardEvent.ROTATED_EARLY)
         return self._room > 0
 
     def _rotate(self, due: float) -> None:
-        self._previous, self._current = self._current, set()
+        self._previous, self._current = self._current, {}
         self._due = due
         self._count_room()
         self._note(GuardEvent.ROTATED)
@@ -380,13 +382,12 @@ class Attempt:
 
     __slots__ = ("_begun_at", "_guard", "_kept", "_key", "_mark", "seen")
 
-    def __init__(self, guard: GenerationalGuard, key: _Key) -> None:
+    def __init__(self, guard: GenerationalGuard, key: _Key, fingerprint: bytes | None) -> None:
         self._guard = guard
         self._key = key
-        self._mark: _Mark | None = _Mark()
+        self._mark: _Mark | None = _Mark(fingerprint)
         self._kept = False
-        self._begun_at = guard._clock()
-        self.seen = guard._begin(key, self._mark)
+        self.seen, self._begun_at = guard._begin(key, self._mark)
         if self.seen is not _NEW:
             self._mark = None
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from datetime import timedelta
 
-__all__ = ["Event", "EventKind", "GuardEvent", "Hook", "tell"]
+__all__ = ["Event", "EventKind", "GuardEvent", "GuardSnapshot", "Hook", "tell"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -69,6 +69,32 @@ class GuardEvent(enum.Enum):
     ROTATED = "rotated"
     ROTATED_EARLY = "rotated_early"
     UNTRACKED = "untracked"
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSnapshot:
+    """The guard's counters since it was made, and what it holds at this moment.
+
+    Attributes:
+        suppressed: How many ids were refused.
+        rotated: How many generations were dropped, early ones included.
+        rotated_early: How many of them the ceiling forced out before their time.
+        untracked: How many ids ran or were completed unknown to the guard, its ceiling full of in-flight ids.
+        processed: How many processed ids are held now.
+        in_flight: How many in-flight ids are held now.
+    """
+
+    suppressed: int
+    rotated: int
+    rotated_early: int
+    untracked: int
+    processed: int
+    in_flight: int
+
+    @property
+    def tracked(self) -> int:
+        """How many ids are held now, which is never more than `max_tracked`."""
+        return self.processed + self.in_flight
 
 
 class Hook(Protocol):

@@ -69,6 +69,11 @@ class LeasedTransaction:
         """Whether a handler works in it."""
         return self._around.used
 
+    @property
+    def outermost(self) -> bool:
+        """Whether the handler's COMMIT, which may complete the claim, is the database's."""
+        return self._around.outermost
+
     def own(self, leases: Leases, intent: Intent, receipt: Receipt) -> None:
         """Keep a claim alive from now on, and have the handler's COMMIT complete it."""
         self._owned = leases, intent, receipt

@@ -6,9 +6,10 @@ from typing import TypeAlias
 
 from fastapi_dedup.claims import Duplicate, InFlight, Intent, Mismatch, scope_text
 from fastapi_dedup.errors import ClaimInFlightError, DedupError, DuplicateError, FingerprintMismatchError
+from fastapi_dedup.guard import Seen
 from fastapi_dedup.hooks import EventKind
 
-__all__ = ["KINDS", "Refusal", "error_of"]
+__all__ = ["KINDS", "SEEN", "Refusal", "error_of"]
 
 Refusal: TypeAlias = Duplicate | InFlight | Mismatch
 
@@ -17,6 +18,13 @@ KINDS = {
     InFlight: EventKind.IN_FLIGHT,
     Mismatch: EventKind.MISMATCH,
 }
+
+SEEN: dict[Seen, Refusal] = {
+    Seen.IN_FLIGHT: InFlight(),
+    Seen.PROCESSED: Duplicate(),
+    Seen.MISMATCH: Mismatch(),
+}
+"""What a guard's word means to a delivery; it knows no times."""
 
 
 def error_of(intent: Intent, refusal: Refusal) -> DedupError:

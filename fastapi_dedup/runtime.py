@@ -28,9 +28,9 @@ from fastapi_dedup.policy import Policy
 from fastapi_dedup.reaper import Reaper
 from fastapi_dedup.refusals import error_of
 from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE, bound
-from fastapi_dedup.stores.memory import MemoryStore, MemoryTransaction
+from fastapi_dedup.stores.memory import Memories, MemoryTransaction, window_of
 from fastapi_dedup.stores.sql import DEFAULT_TABLE, SqlStore, claims_table
-from fastapi_dedup.stores.startup import has_siblings, prepare
+from fastapi_dedup.stores.startup import prepare
 from fastapi_dedup.stores.transactions import BorrowedTransaction, OwnTransaction
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ class Dedup:
         self._leased = LeasedStore(self._store.leases)
         self._hooks = tuple(hooks)
         self._guard = guard
-        self._make_memory = memory
-        self._memories: dict[Policy, MemoryStore] = {}
+        self._memories = Memories(memory)
         self._required: list[tuple[Callable[[Endpoint], bool], Policy]] = []
         self.identities = Identities()
         self._flights = Flights()
@@ -204,9 +203,9 @@ class Dedup:
             StoreUnavailableError: The database did not answer.
         """
         intent = self.intent(logical_id, scope=scope)
-        remembered = [memory.forget(intent) for memory in self._memories.values()]
+        remembered = self._memories.forget(intent)
         try:
-            return await self._store.release(intent, None) or any(remembered)
+            return await self._store.release(intent, None) or remembered
         finally:  # and not before, when the claim would bring itself back to mind
             if self._guard is not None:
                 self._guard.forget(intent.key)
@@ -279,7 +278,7 @@ class Dedup:
         return Delivery(self._store, own, flights=self._flights, hooks=self._hooks, guard=self._guard)
 
     def place(
-        self, policy: Policy, intent: Intent, transaction: Enclosing
+        self, policy: Policy, intent: Intent, transaction: Enclosing, delivery: Delivery
     ) -> tuple[Intent, Transaction, Store[Any] | None]:
         """Say where a policy's claim goes: the intent, the transaction and the store to claim it with.
 
@@ -287,10 +286,11 @@ class Dedup:
             policy: The policy.
             intent: What is to be done once.
             transaction: The one that the handler works in.
+            delivery: The delivery that is to hold the claim.
         """
         if policy.store == "memory":
-            memory = self.memory_of(policy)
-            return memory.here(intent), MemoryTransaction(transaction), memory
+            memory = self._memories.of(policy)
+            return memory.here(intent), MemoryTransaction(transaction, delivery), memory
         if policy.lease is not None:
             return self._lease(intent, Lease(policy.lease, policy.on_abandoned), transaction)
         return intent, transaction, None
@@ -301,33 +301,16 @@ class Dedup:
         held = LeasedTransaction(transaction, lease, background=self._flights.background)
         return replace(intent, lease=lease), held, self._leased
 
-    def memory_of(self, policy: Policy) -> MemoryStore:
-        """Return the guard of a policy with `store="memory"`, as a store; it outlives consumers.
+    def prepare(self, policy: Policy) -> None:
+        """See to what a policy needs of a guard, before its first delivery.
 
         Raises:
-            ConfigurationError: The policy's window is longer than the guard keeps anything.
+            ConfigurationError: The policy's window is longer than the guard that is its store keeps anything.
         """
-        store = self._memories.get(policy)
-        if store is not None:
-            return store
-        guard = self._make_memory()
-        asked = policy.keep_after_handling if policy.source == "delivery" else policy.window
-        if asked is not None and asked > guard.window:
-            option = "keep_after_handling" if policy.source == "delivery" else "window"
-            msg = (
-                f"store='memory' keeps an id for {guard.window} at the most, and the policy's {option} is "
-                f"{asked}: shorten it, use the durable store, or give "
-                "Dedup(memory=lambda: GenerationalGuard(window=...))"
-            )
-            raise ConfigurationError(msg)
-        if not self._memories and has_siblings():
-            logger.warning(
-                "store='memory' in a process that looks like one of several workers: siblings do not know "
-                "what it has seen, so each of them may run a duplicate"
-            )
-        store = MemoryStore(guard if asked is None else guard.with_window(asked))
-        self._memories[policy] = store
-        return store
+        if policy.store == "memory":
+            self._memories.of(policy)
+        elif self._guard is not None:
+            self._memories.warn_if_inert(self._guard, window_of(policy) or self.window)
 
     @asynccontextmanager
     async def claim(
@@ -388,7 +371,7 @@ class Dedup:
         delivery = self.delivery()
         transaction = delivery.own if session is None else BorrowedTransaction(session)
         policy = Policy(lease=lease, on_abandoned=on_abandoned)
-        intent, place, store = self.place(policy, intent, transaction)
+        intent, place, store = self.place(policy, intent, transaction, delivery)
         async with settled(delivery):
             outcome = await delivery.claim(intent, place, wait=wait, store=store)
             if not isinstance(outcome, Claim):

@@ -27,6 +27,10 @@ class Transaction(Protocol):
     def idle(self) -> bool:
         """Whether it holds no connection just now."""
 
+    @property
+    def outermost(self) -> bool:
+        """Whether its COMMIT is the database's: not so for a session inside somebody else's transaction."""
+
     def watch(self, decided: Callable[[Fate], None]) -> None:
         """Call back once, when the innermost transaction open now (or one around it) ends."""
 
@@ -45,6 +49,10 @@ class Transaction(Protocol):
 
 class Enclosing(Transaction, Protocol):
     """The transaction of a handler's work, which a claim that does not ride in it can follow."""
+
+    @property
+    def commits(self) -> int:
+        """How often its session has committed since this was first asked."""
 
     def before_commit(self, work: Callable[[Any], None], decided: Callable[[Fate], None]) -> None:
         """Do work on the transaction's connection before each COMMIT, which fails if the work raises.

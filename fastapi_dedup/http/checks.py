@@ -12,10 +12,13 @@ from fastapi.dependencies.models import Dependant
 from pydantic import BaseModel
 
 from fastapi_dedup.errors import ConfigurationError
-from fastapi_dedup.http.dependency import Deduplicated, depends_of, request_session
+from fastapi_dedup.http.bound import policies_of
+from fastapi_dedup.http.dependency import depends_of, request_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from fastapi_dedup.http.dependency import Deduplicated
 
 __all__ = ["Found", "is_claim", "refuse_what_cannot_be_kept", "tree", "unused_session"]
 
@@ -34,7 +37,7 @@ class Found(NamedTuple):
 
     def claims(self) -> list[tuple[Dependant, Deduplicated]]:
         """Return the policies of the route, wherever they are in its tree of dependencies."""
-        return [(each, each.call) for each in tree(self.dependant) if isinstance(each.call, Deduplicated)]
+        return [(each, policy) for each in tree(self.dependant) for policy in policies_of(each.call)]
 
 
 def tree(dependant: Dependant) -> Iterator[Dependant]:
@@ -46,7 +49,7 @@ def tree(dependant: Dependant) -> Iterator[Dependant]:
 
 def is_claim(dependant: Dependant) -> bool:
     """Tell whether a dependency is a policy."""
-    return isinstance(dependant.call, Deduplicated)
+    return bool(policies_of(dependant.call))
 
 
 def refuse_what_cannot_be_kept(found: Found, policy: Deduplicated) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AsyncExitStack
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from fastapi import Depends
 from fastapi.params import Depends as DependsMarker
@@ -26,8 +26,11 @@ from fastapi_dedup.errors import (
     PayloadTooLargeError,
 )
 from fastapi_dedup.http.exchange import OWN, Exchange, exchange_of
-from fastapi_dedup.http.reading import fingerprint_of, logical_id_of, scope_of
+from fastapi_dedup.http.reading import DEFAULT_HEADER, fingerprint_of, logical_id_of, scope_of
 from fastapi_dedup.policy import Policy
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 __all__ = ["DEFAULT_MAX_BODY", "Deduplicated", "RequestSession", "claim_request", "request_session"]
 
@@ -42,7 +45,9 @@ async def request_session(connection: HTTPConnection) -> AsyncSession:
     Raises:
         ConfigurationError: No `DedupMiddleware` is around, or this is no HTTP request.
     """
-    return exchange_of(connection.scope).session()
+    exchange = exchange_of(connection.scope)
+    _attend(connection.scope, exchange)
+    return exchange.session()
 
 
 RequestSession = Annotated[AsyncSession, Depends(request_session)]
@@ -76,8 +81,12 @@ class Deduplicated(Policy):
             parameters.append(_parameter("principal", Annotated[Any, _principal_marker(self.scope)]))
         object.__setattr__(self, "__signature__", inspect.Signature(parameters))
 
+        optional = self.source == "header" and not self.required and len(self.headers(DEFAULT_HEADER)) == 1
+        header = self.headers(DEFAULT_HEADER)[0].lower().encode() if optional else None
+        object.__setattr__(self, "_optional_header", header)
+
     async def __call__(
-        self, connection: HTTPConnection, session: Any = OWN, principal: Any = None, *, valid: bool = True
+        self, connection: HTTPConnection, session: Any = OWN, principal: Any = None
     ) -> Claim | None:
         """Claim the request's logical id. FastAPI calls this.
 
@@ -85,10 +94,11 @@ class Deduplicated(Policy):
             connection: The request.
             session: What `session=` gave.
             principal: What `scope=` gave, where that is a dependency.
-            valid: Whether FastAPI finds the request's headers, cookies, query and path valid: else it
-                answers 422, and there is nothing to claim.
         """
-        if not valid or not isinstance(connection, Request) or connection.method not in self.applies_to:
+        if not isinstance(connection, Request) or connection.method not in self.applies_to:
+            return None
+        header: bytes | None = self.__dict__["_optional_header"]
+        if header is not None and header not in [name for name, _ in connection.scope["headers"]]:
             return None
         return await claim_request(self, connection, session=session, principal=principal)
 
@@ -106,8 +116,7 @@ async def claim_request(
         DedupError: The request is refused.
     """
     exchange = exchange_of(request.scope)
-    if isinstance(stack := request.scope.get("fastapi_inner_astack"), AsyncExitStack):
-        stack.push(exchange.unwind)  # else nobody could tell an HTTPException from a returned status
+    _attend(request.scope, exchange)
     try:
         return await _claim(policy, request, exchange, session, principal)
     except DedupError as error:
@@ -115,6 +124,13 @@ async def claim_request(
         if isinstance(error, MissingLogicalIdError | InvalidLogicalIdError | PayloadTooLargeError):
             exchange.delivery.unidentified(error)
         raise
+
+
+def _attend(scope: Scope, exchange: Exchange) -> None:
+    """Have the exchange see what leaves the route: it could not tell an HTTPException from a status else."""
+    if not exchange.attends and isinstance(stack := scope.get("fastapi_inner_astack"), AsyncExitStack):
+        exchange.attends = True
+        stack.push(exchange.unwind)
 
 
 async def _claim(

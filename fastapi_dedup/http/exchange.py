@@ -68,6 +68,7 @@ class Exchange:
 
     Attributes:
         started: Whether the response has started.
+        attends: Whether it is told of what leaves the route.
         refusal: The refusal that the request is to be answered with.
         forms: The forms that policies have parsed, to be closed in the end.
         duplicate_status: How the policy that refused answers duplicates.
@@ -87,6 +88,7 @@ class Exchange:
         self.delivery = dedup.delivery()
         self.duplicate_status = 409
         self.started = False
+        self.attends = False
         self.refusal: DedupError | None = None
         self.forms: list[FormData] = []
         self._scope = scope
@@ -124,7 +126,7 @@ class Exchange:
             DedupError: The delivery is refused.
         """
         work = self.delivery.own if session is OWN else BorrowedTransaction(session)
-        intent, transaction, store = self.dedup.place(policy, intent, work)
+        intent, transaction, store = self.dedup.place(policy, intent, work, self.delivery)
         self._policies.append(policy)
         wait = policy.wait_timeout if policy.in_flight == "wait" else None
         outcome = await self.delivery.claim(intent, transaction, wait=wait, store=store)

@@ -80,8 +80,8 @@ class DedupMiddleware:
         self._policy = policy
         if policy is None and header is not None:
             self._policy = Deduplicated("header", header, required=False, methods=methods)
-        if policy is not None and policy.store == "memory":
-            self.dedup.memory_of(policy)
+        if self._policy is not None:
+            self.dedup.prepare(self._policy)
         self._inspected: Inspected | None = None
         self._warned: set[tuple[str, str]] = set()
 
@@ -148,7 +148,7 @@ class DedupMiddleware:
                 self._policy,
                 self._claiming,
                 required_of=self.dedup.required_of,
-                memory_of=self.dedup.memory_of,
+                prepare=self.dedup.prepare,
                 warn_once=self._warn_once,
             )
 

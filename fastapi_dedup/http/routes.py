@@ -11,7 +11,6 @@ are seen together. Four things come of it, for every route:
 
 from __future__ import annotations
 
-import inspect
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,15 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import fastapi.routing
 from fastapi import Depends, FastAPI
 from fastapi.dependencies.models import Dependant
-from fastapi.dependencies.utils import (
-    get_dependant,
-    get_parameterless_sub_dependant,
-    request_params_to_args,
-)
-from starlette.requests import HTTPConnection
+from fastapi.dependencies.utils import get_parameterless_sub_dependant
 from starlette.routing import Host, Mount, Route
 
 from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.http.bound import Bound, policies_of
 from fastapi_dedup.http.checks import Found, is_claim, refuse_what_cannot_be_kept, tree, unused_session
 from fastapi_dedup.http.dependency import Deduplicated
 from fastapi_dedup.http.openapi import amend_operation
@@ -72,7 +67,7 @@ def inspect_app(
     claiming: Callable[[ASGIApp], ASGIApp],
     *,
     required_of: Callable[[Endpoint], Policy | None],
-    memory_of: Callable[[Policy], object],
+    prepare: Callable[[Policy], object],
     warn_once: Callable[[str, str], bool],
 ) -> Inspected:
     """Inspect an app's routes, and prepare them. Doing it again does no harm.
@@ -82,7 +77,7 @@ def inspect_app(
         own_policy: The middleware's own policy, if it deduplicates by header.
         claiming: Wraps a plain ASGI endpoint so that the middleware's policy claims before it runs.
         required_of: Returns the policy that is required of an endpoint which has none of its own.
-        memory_of: Makes the guard that is the store of a policy, where that is "memory".
+        prepare: Sees to what a policy needs of a guard.
         warn_once: Tells whether a warning of a kind about a route is to be logged: the first time only.
 
     Raises:
@@ -93,7 +88,7 @@ def inspect_app(
         return Inspected(None, routed=False)
     for found in _fastapi_routes(routes):
         _prepare(found, own_policy, required_of, warn_once)
-        _make_memories(found, memory_of)
+        _prepare_guards(found, prepare)
     if own_policy is not None:
         _wrap_plain_routes(routes, claiming)
     for each in _fastapi_apps(app):
@@ -171,26 +166,30 @@ def _prepare(
                 session,
                 session,
             )
-    if own_policy is not None and (own := _what_is_left(own_policy, found)) is not None:
+    own = None if own_policy is None else _what_is_left(own_policy, found)
+    first = next((each for each in root.dependencies if is_claim(each)), None)
+    if own is not None and first is None:
         root.dependencies.append(_sub_dependant(own, found))
     # In front of the handler: first who answers for the caller, then who claims on the way, then the claims.
     root.dependencies.sort(
         key=lambda each: is_claim(each) + any(is_claim(sub) for sub in (each, *tree(each)))
     )
     checked = [each for each in (root, *tree(root)) if _takes_parameters(each)]
-    for claim, _ in found.claims():
-        if checked and not any(isinstance(sub.call, _Valid) for sub in claim.dependencies):
-            claim.dependencies.append(get_dependant(path=found.path, call=_Valid(checked), name="valid"))
+    for claim in filter(is_claim, tree(root)):
+        bound = claim.call if isinstance(claim.call, Bound) else Bound(*policies_of(claim.call))
+        claim.call = bound
+        bound.checked = checked
+        if claim is first and own is not None:
+            bound.also = own
 
 
-def _make_memories(found: Found, memory_of: Callable[[Policy], object]) -> None:
+def _prepare_guards(found: Found, prepare: Callable[[Policy], object]) -> None:
     for _, policy in found.claims():
-        if policy.store == "memory":
-            try:
-                memory_of(policy)
-            except ConfigurationError as error:
-                msg = f"{found.name}: {error}"
-                raise ConfigurationError(msg) from error
+        try:
+            prepare(policy)
+        except ConfigurationError as error:
+            msg = f"{found.name}: {error}"
+            raise ConfigurationError(msg) from error
 
 
 def _sub_dependant(policy: Deduplicated, found: Found) -> Dependant:
@@ -212,8 +211,9 @@ def _drop_overruled(root: Dependant) -> None:
     """Drop policies whose header a policy nearer to the handler has too: one request, one claim per id."""
     claims = [each for each in root.dependencies if is_claim(each)]
     for position, claim in enumerate(claims):
-        nearer = claims[position + 1 :]
-        if claim.name is None and any(_same_header(claim.call, each.call) for each in nearer):
+        policy, *_ = policies_of(claim.call)
+        nearer = [each for other in claims[position + 1 :] for each in policies_of(other.call)]
+        if claim.name is None and any(_same_header(policy, each) for each in nearer):
             root.dependencies.remove(claim)
 
 
@@ -242,32 +242,6 @@ def _takes_parameters(dependant: Dependant) -> bool:
     return bool(
         dependant.header_params or dependant.cookie_params or dependant.query_params or dependant.path_params
     )
-
-
-class _Valid:
-    """A dependency of claims: whether FastAPI finds nothing missing in headers, cookies, query and path.
-
-    FastAPI goes on to solve dependencies although one of them lacks its credentials, and answers 422 in the
-    end. A claim that were made meanwhile would tell that caller about ids, or keep the rightful one waiting.
-    """
-
-    def __init__(self, dependants: list[Dependant]) -> None:
-        self._dependants = dependants
-        parameter = inspect.Parameter("connection", inspect.Parameter.KEYWORD_ONLY, annotation=HTTPConnection)
-        self.__signature__ = inspect.Signature([parameter])  # FastAPI resolves no annotation of an object's
-
-    async def __call__(self, connection: HTTPConnection) -> bool:
-        return not any(
-            errors
-            for each in self._dependants
-            for fields, given in (
-                (each.header_params, connection.headers),
-                (each.cookie_params, connection.cookies),
-                (each.query_params, connection.query_params),
-                (each.path_params, connection.path_params),
-            )
-            for errors in request_params_to_args(fields, given)[1:]
-        )
 
 
 # Plain ASGI endpoints

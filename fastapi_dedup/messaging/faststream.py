@@ -48,7 +48,7 @@ from fastapi_dedup.policy import Endpoint
 with driver("faststream", extra="faststream"):
     from faststream import AckPolicy, BaseMiddleware, Context, Depends
     from faststream.exceptions import AckMessage, HandlerException, NackMessage, RejectMessage
-    from faststream.message import SourceType, StreamMessage
+    from faststream.message import AckStatus, SourceType, StreamMessage
 
     from fastapi_dedup.messaging.faststream_acks import check_subscriber, comes_again, stop
 
@@ -316,6 +316,7 @@ class _Run:
         try:
             with self._context.scope(_KEY, held):
                 self.result = await self._call_next(self.message)
+            _heed(self.message.committed)
         except AckMessage as done:  # the message will not come again, so its work must be committed
             self.error = done
         except Exception as error:
@@ -331,6 +332,12 @@ async def _body_of(message: StreamMessage[Any]) -> Any:
         return await message.decode()
     except ValueError:  # no JSON, or no UTF-8: then no id is in it either, and a retry changes nothing
         return message.body
+
+
+def _heed(answer: AckStatus | None) -> None:
+    """Take a message that its handler has given back by hand for a failure: it comes again, and must run."""
+    if answer is AckStatus.NACKED:
+        raise NackMessage
 
 
 # Publishing

@@ -133,7 +133,7 @@ async def _claim(
         if intent is None:
             continue
         work = delivery.own if session is None else BorrowedTransaction(session)
-        wanted, transaction, store = dedup.place(policy, intent, work)
+        wanted, transaction, store = dedup.place(policy, intent, work, delivery)
         wait = policy.wait_timeout if policy.in_flight == "wait" else None
         outcome = await delivery.claim(wanted, transaction, wait=wait, store=store)
         if not isinstance(outcome, Claim):
@@ -293,8 +293,8 @@ def check(policies: Sequence[Policy], dedup: Dedup | None = None) -> None:
         check_policy(policy)
         if policy.session is not None:
             _check_factory(_factory(policy.session))
-        if policy.store == "memory" and dedup is not None:
-            dedup.memory_of(policy)
+        if dedup is not None:
+            dedup.prepare(policy)
     if len({_factory(policy.session) for policy in policies if policy.session is not None}) > 1:
         msg = "the policies of one handler name different sessions: a handler has one transaction"
         raise ConfigurationError(msg)

@@ -9,40 +9,57 @@ import logging
 import os
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastapi_dedup.claims import Claimed, Duplicate, Fate, InFlight, Receipt
+from fastapi_dedup.claims import Claimed, Fate, Receipt
+from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.guard import Seen
+from fastapi_dedup.refusals import SEEN
+from fastapi_dedup.stores.startup import has_siblings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from datetime import timedelta
 
     from fastapi_dedup.claims import Intent, Outcome
+    from fastapi_dedup.core import Delivery
     from fastapi_dedup.guard import GenerationalGuard
-    from fastapi_dedup.store import Transaction
+    from fastapi_dedup.policy import Policy
+    from fastapi_dedup.store import Enclosing, Transaction
 
-__all__ = ["MemoryStore", "MemoryTransaction"]
+__all__ = ["Memories", "MemoryStore", "MemoryTransaction", "window_of"]
+
+logger = logging.getLogger("fastapi_dedup")
 
 
 class MemoryTransaction:
-    """What a claim in memory waits for: the success of its delivery, and then the handler's COMMIT.
+    """What a claim in memory waits for: the success of its delivery, and then every COMMIT of its work.
 
     Args:
-        around: The transaction that the handler works in. The claim asks nothing of it; but where it is
-            still open when the delivery has succeeded, its end decides.
+        around: The transaction that the handler works in. The claim asks nothing of it; but where it has not
+            committed since the claim, and is still open when the delivery has succeeded, its end decides.
+        delivery: The delivery. Its other claims may ride other transactions, whose ends decide as well.
     """
 
     used = True
     idle = True
 
-    def __init__(self, around: Transaction) -> None:
+    def __init__(self, around: Enclosing, delivery: Delivery) -> None:
         self._around = around
+        self._delivery = delivery
         self._decided: list[Callable[[Fate], None]] = []
+        self._commits = around.commits
 
     @property
     def session(self) -> Any:
         """The session that the handler works with."""
         return self._around.session
+
+    @property
+    def outermost(self) -> bool:
+        """Whether the handler's COMMIT is the database's."""
+        return self._around.outermost
 
     def watch(self, decided: Callable[[Fate], None]) -> None:
         """Call back when the delivery ends."""
@@ -56,11 +73,20 @@ class MemoryTransaction:
         return self._around.idle
 
     async def commit(self) -> None:
-        """Remember what was claimed, as soon as the work is durable."""
-        if self._around.idle:
+        """Remember what was claimed, as soon as all of the work is durable."""
+        # Who has committed the work may go on in a transaction that only reads.
+        committed = self._around.idle or self._around.commits > self._commits
+        open_ = {*self._delivery.undecided, *(() if committed else (self._around,))}
+        if not open_:
             self._end(Fate.COMMITTED)
-        else:
-            self._around.watch(self._end)
+
+        def ended(each: Transaction, fate: Fate) -> None:
+            open_.discard(each)
+            if fate is not Fate.COMMITTED or not open_:
+                self._end(fate)
+
+        for each in tuple(open_):
+            each.watch(partial(ended, each))
 
     async def rollback(self) -> None:
         """Let what was claimed run again."""
@@ -93,12 +119,12 @@ class MemoryStore:
 
     async def claim(self, intent: Intent, transaction: Transaction) -> Outcome:
         """Take the id, or say why not."""
-        attempt = self._guard.attempt(intent.guard_key)
+        attempt = self._guard.attempt(intent.key, fingerprint=intent.fingerprint)
         if attempt.seen is not Seen.NEW:
-            return Duplicate() if attempt.seen is Seen.PROCESSED else InFlight()
+            return SEEN[attempt.seen]
 
         def decided(fate: Fate) -> None:
-            if fate is Fate.COMMITTED:
+            if fate is Fate.COMMITTED and transaction.outermost:
                 attempt.complete()
             else:
                 attempt.release()
@@ -109,7 +135,7 @@ class MemoryStore:
 
     async def look(self, intent: Intent, _: Transaction) -> Outcome | None:
         """Return what a remembered id answers; None where it is unknown."""
-        return Duplicate() if self._guard.look(intent.guard_key) is Seen.PROCESSED else None
+        return SEEN.get(self._guard.look(intent.key, fingerprint=intent.fingerprint))
 
     async def renew(self, intent: Intent, receipt: Receipt, transaction: Transaction) -> None:
         """A guard counts from the end of the work as it is."""
@@ -125,3 +151,62 @@ class MemoryStore:
     def forget(self, intent: Intent) -> bool:
         """Let an id run again whatever its payload was, and tell whether it was remembered."""
         return self._guard.forget(self.here(intent).key)
+
+
+class Memories:
+    """The stores of policies with `store="memory"`: a guard for each, which outlives consumers.
+
+    Args:
+        make: Makes a guard.
+    """
+
+    def __init__(self, make: Callable[[], GenerationalGuard]) -> None:
+        self._make = make
+        self._stores: dict[Policy, MemoryStore] = {}
+        self._inert: set[timedelta] = set()
+
+    def of(self, policy: Policy) -> MemoryStore:
+        """Return a policy's store; equal policies have the same.
+
+        Raises:
+            ConfigurationError: The policy's window is longer than the guard keeps anything.
+        """
+        if (store := self._stores.get(policy)) is not None:
+            return store
+        guard, asked = self._make(), window_of(policy)
+        if asked is not None and asked > guard.window:
+            option = "keep_after_handling" if policy.source == "delivery" else "window"
+            msg = (
+                f"store='memory' keeps an id for {guard.window} at the most, and the policy's {option} is "
+                f"{asked}: shorten it, use the durable store, or give "
+                "Dedup(memory=lambda: GenerationalGuard(window=...))"
+            )
+            raise ConfigurationError(msg)
+        if not self._stores and has_siblings():
+            logger.warning(
+                "store='memory' in a process that looks like one of several workers: siblings do not know "
+                "what it has seen, so each of them may run a duplicate"
+            )
+        store = self._stores[policy] = MemoryStore(guard if asked is None else guard.with_window(asked))
+        return store
+
+    def forget(self, intent: Intent) -> bool:
+        """Let an id run again under every policy, and tell whether it was remembered."""
+        remembered = [store.forget(intent) for store in self._stores.values()]
+        return any(remembered)
+
+    def warn_if_inert(self, front: GenerationalGuard, window: timedelta) -> None:
+        """Warn, once, of a window that the guard in front of the database can do nothing for."""
+        if window < front.window / 2 and window not in self._inert:
+            self._inert.add(window)
+            logger.warning(
+                "the guard remembers no id of a policy whose window is %s, for it might outlive the claim: "
+                "their duplicates ask the database. Give the guard a window of less than that, instead of %s",
+                window,
+                front.window,
+            )
+
+
+def window_of(policy: Policy) -> timedelta | None:
+    """Return how long a policy asks for its ids to be kept; None where it leaves that to the runtime."""
+    return policy.keep_after_handling if policy.source == "delivery" else policy.window

@@ -21,6 +21,7 @@ from sqlalchemy.orm import SessionTransaction as OrmTransaction
 from fastapi_dedup.claims import Fate
 from fastapi_dedup.errors import ClaimLostError, ConfigurationError, DedupError, StoreUnavailableError
 from fastapi_dedup.stores.codes import Kind, kind
+from fastapi_dedup.stores.commits import commits_of, is_outermost
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -249,6 +250,16 @@ class SessionTransaction(ABC):
         with store_errors():
             return await session.run_sync(lambda sync: work(sync.connection()))
 
+    @property
+    def outermost(self) -> bool:
+        """Whether its COMMIT is the database's: not in a session inside somebody else's transaction."""
+        return is_outermost(self._session().sync_session)
+
+    @property
+    def commits(self) -> int:
+        """How often the session has committed since this was first asked."""
+        return commits_of(self._session().sync_session)
+
     def carry(self, holds: Callable[[Connection], bool], retake: Callable[[Connection], bool]) -> None:
         """Say how the claim that was just made can be looked for, and taken anew, before a COMMIT."""
         self._carried = (holds, retake)
@@ -318,6 +329,9 @@ class BorrowedTransaction(SessionTransaction):
 
 class OwnTransaction(SessionTransaction):
     """A transaction of ours, opened when it is needed."""
+
+    outermost = True
+    commits = 0
 
     def __init__(self, open_session: Callable[[], AsyncSession]) -> None:
         self.used = False

@@ -31,6 +31,8 @@ class Memory:
         self.waits = waits
         self.used = True
         self.idle = True
+        self.outermost = True
+        self.commits = 0
         self.may_step_aside = True
         self.commit_error: BaseException | None = None
         self.rollback_error: BaseException | None = None

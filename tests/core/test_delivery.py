@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from fastapi_dedup.claims import Claim, Duplicate, Fate, InFlight, Intent, Mismatch
-from fastapi_dedup.core import settled
+from fastapi_dedup.core import Delivery, settled
 from fastapi_dedup.errors import (
     ClaimInFlightError,
     DuplicateError,
@@ -49,6 +49,22 @@ async def test_a_success_claims_commits_and_tells_in_this_order(scene: Scene) ->
         Event(EventKind.CLAIMED, "news", "tests"),
         Event(EventKind.COMMITTED, "news", "tests"),
     ]
+
+
+async def test_a_hook_that_ends_the_program_leaves_nothing_in_flight(scene: Scene) -> None:
+    class EndOfProgram(BaseException):
+        """What no hook's failure is: it is not caught."""
+
+    def end(_: Event) -> None:
+        raise EndOfProgram
+
+    own = scene.transaction()
+    delivery = Delivery(scene.store, own, flights=scene.flights, hooks=[end])
+    with pytest.raises(EndOfProgram):
+        await delivery.claim(intent(), own)
+    with pytest.raises(EndOfProgram):
+        await delivery.fail()
+    assert not scene.is_in_flight(intent())
 
 
 async def test_a_failure_rolls_back_what_is_ours_and_needs_no_release(scene: Scene) -> None:

@@ -55,6 +55,15 @@ class Queries(Statements):
         event.listen(engine.sync_engine, "checkout", lambda *_: self.append("a connection"))
 
 
+@asynccontextmanager
+async def undone(engine: AsyncEngine) -> AsyncIterator[AsyncSession]:
+    """Yield a session whose every COMMIT is undone in the end, as the fixtures of many test suites do."""
+    async with engine.connect() as connection, connection.begin() as transaction:
+        async with AsyncSession(connection, join_transaction_mode="create_savepoint") as session:
+            yield session
+        await transaction.rollback()
+
+
 class Endpoint:
     """An endpoint behind some door.
 

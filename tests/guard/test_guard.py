@@ -346,7 +346,7 @@ def test_a_million_ids_leave_no_more_than_the_ceiling(clock: Clock) -> None:
             assert guard.snapshot().tracked <= 1_000
 
     assert guard.snapshot().in_flight == 0
-    assert guard._owners == {}
+    assert guard._in_flight == {}
     clock.advance(HALF)
     guard.snapshot()
     clock.advance(HALF)
@@ -443,7 +443,7 @@ def test_a_hundred_thousand_lost_attempts_leave_nothing(clock: Clock) -> None:
     gc.collect()
 
     snapshot = guard.snapshot()
-    assert (snapshot.tracked, snapshot.untracked, len(guard._owners), len(guard._orphans)) == (0, 0, 0, 0)
+    assert (snapshot.tracked, snapshot.untracked, len(guard._in_flight), len(guard._orphans)) == (0, 0, 0, 0)
 
 
 def test_an_attempt_outlives_rotations_as_long_as_its_owner_does(
@@ -486,7 +486,7 @@ def test_the_owner_of_a_mark_is_forgotten_when_anyone_completes_the_id(guard: Ge
     attempt.release()
 
     assert guard.look("a") is Seen.PROCESSED
-    assert guard._owners == {}
+    assert guard._in_flight == {}
 
 
 def test_an_attempt_beyond_the_ceiling_runs_untracked(clock: Clock) -> None:
@@ -508,6 +508,16 @@ def test_an_attempt_may_outlive_its_block(guard: GenerationalGuard) -> None:
     assert guard.look("a") is Seen.IN_FLIGHT
     attempt.complete()
     assert guard.look("a") is Seen.PROCESSED
+
+
+def test_what_can_be_no_id_fails_where_it_is_given_and_nowhere_else(guard: GenerationalGuard) -> None:
+    no_id: Any = ["a"]
+    with pytest.raises(TypeError, match="unhashable"):
+        guard.attempt(no_id)
+    gc.collect()
+
+    assert guard.begin("a")
+    assert not guard.begin("a")
 
 
 # In front of a durable store
@@ -567,39 +577,106 @@ def test_no_duplicate_is_called_beyond_its_claim(
         clock.advance(0.3)
 
 
+def test_a_clock_that_moves_while_the_guard_works_lengthens_nobodys_memory() -> None:
+    # An early rotation just before the end of a generation: its successor counts from the same moment.
+    ticks = iter([0.0, 0.0, 29.9, 29.9])  # made; a begins; a completes; b begins, and finds no room
+    guard = GenerationalGuard(WINDOW, 2, clock=lambda: 1_000 + next(ticks, 30.5))
+    with guard.attempt("a") as attempt:
+        complete(attempt, 60)
+    with guard.attempt("b"):
+        assert guard._due <= 1_000 + 29.9 + HALF
+
+
+# Payloads
+
+
+def test_another_payload_under_a_processed_id_is_told_apart(guard: GenerationalGuard) -> None:
+    # case D3
+    with guard.attempt("a", fingerprint=b"tea") as attempt:
+        attempt.complete()
+
+    assert guard.attempt("a", fingerprint=b"cocoa").seen is Seen.MISMATCH
+    assert guard.attempt("a", fingerprint=b"tea").seen is Seen.PROCESSED
+    assert not guard.begin("a")
+    assert guard.snapshot().suppressed == 3
+    assert guard.snapshot().tracked == 1
+
+
+@pytest.mark.parametrize(("first", "then"), [(None, b"tea"), (b"tea", None), (None, None)])
+def test_where_either_left_the_payload_out_it_does_not_matter(
+    guard: GenerationalGuard, first: bytes | None, then: bytes | None
+) -> None:
+    with guard.attempt("a", fingerprint=first) as attempt:
+        attempt.complete()
+
+    assert guard.look("a", fingerprint=then) is Seen.PROCESSED
+
+
+def test_another_payload_under_an_id_in_flight_is_in_flight(guard: GenerationalGuard) -> None:
+    with guard.attempt("a", fingerprint=b"tea"):
+        assert guard.attempt("a", fingerprint=b"cocoa").seen is Seen.IN_FLIGHT
+
+
+def test_a_payload_survives_one_rotation_like_its_id(guard: GenerationalGuard, clock: Clock) -> None:
+    with guard.attempt("a", fingerprint=b"tea") as attempt:
+        attempt.complete()
+    clock.advance(HALF)
+
+    assert guard.look("a", fingerprint=b"cocoa") is Seen.MISMATCH
+    clock.advance(HALF)
+    assert guard.look("a", fingerprint=b"cocoa") is Seen.NEW
+
+
+def test_an_id_that_failed_may_come_with_another_payload(guard: GenerationalGuard) -> None:
+    with guard.attempt("a", fingerprint=b"tea"):
+        pass
+    with guard.attempt("a", fingerprint=b"cocoa") as attempt:
+        assert attempt.seen is Seen.NEW
+        attempt.complete()
+
+    assert guard.look("a", fingerprint=b"tea") is Seen.MISMATCH
+
+
 # Forgetting
 
 
-def test_what_begins_so_is_forgotten_and_nothing_else(guard: GenerationalGuard, clock: Clock) -> None:
-    for logical_id in (b"a1", b"a2", b"b1", b"1a", b"a", "a1"):
-        guard.begin(logical_id)
-        guard.complete(logical_id)
-    guard.begin(b"a3")
-    clock.advance(HALF)
-    guard.begin(b"a4")
-    guard.complete(b"a4")
+@pytest.mark.parametrize("rotations", [0, 1])
+@pytest.mark.parametrize("fingerprint", [None, b"tea"])
+def test_what_is_forgotten_runs_again_whatever_its_payload_was(
+    guard: GenerationalGuard, clock: Clock, rotations: int, fingerprint: bytes | None
+) -> None:
+    run(guard, "b")
+    with guard.attempt("a", fingerprint=fingerprint) as attempt:
+        attempt.complete()
+    clock.advance(rotations * HALF)
 
-    assert guard.forget(b"a")
-    assert not guard.forget(b"a")
-    known: dict[Seen, list[str | bytes]] = {
-        Seen.PROCESSED: [b"b1", b"1a", "a1"],
-        Seen.IN_FLIGHT: [b"a3"],
-        Seen.NEW: [b"a1", b"a2", b"a", b"a4"],
-    }
-    for seen, ids in known.items():
-        assert {guard.look(logical_id) for logical_id in ids} == {seen}
+    assert guard.forget("a")
+    assert not guard.forget("a")
+    assert guard.look("a", fingerprint=b"cocoa") is Seen.NEW
+    assert guard.look("b") is Seen.PROCESSED
 
 
-def test_destinations_do_not_matter_to_what_begins_so(guard: GenerationalGuard) -> None:
-    run(guard, "a", "x")
+def test_what_is_too_old_to_be_remembered_is_not_forgotten_either(
+    guard: GenerationalGuard, clock: Clock
+) -> None:
+    run(guard, "a")
+    clock.advance(2 * HALF)
 
     assert not guard.forget("a")
-    assert guard.look("a", "x") is Seen.PROCESSED
+
+
+def test_forgetting_an_id_at_one_destination_keeps_it_at_the_other(guard: GenerationalGuard) -> None:
+    run(guard, "a", "x")
+    run(guard, "a", "y")
+
+    assert not guard.forget("a")
+    assert guard.forget("a", "x")
+    assert (guard.look("a", "x"), guard.look("a", "y")) == (Seen.NEW, Seen.PROCESSED)
 
 
 def test_an_attempt_that_was_forgotten_in_flight_is_not_remembered(guard: GenerationalGuard) -> None:
     attempt, other = guard.attempt("a"), guard.attempt("b")
-    guard.forget("a")
+    assert not guard.forget("a")
 
     assert guard.look("a") is Seen.IN_FLIGHT
     attempt.complete()
@@ -608,6 +685,43 @@ def test_an_attempt_that_was_forgotten_in_flight_is_not_remembered(guard: Genera
     with guard.attempt("a") as successor:
         successor.complete()
     assert guard.look("a") is Seen.PROCESSED
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_neither_is_an_id_that_was_begun_by_hand_and_forgotten(
+    guard: GenerationalGuard, clock: Clock, late: bool
+) -> None:
+    guard.begin("a")
+    guard.forget("a")
+
+    assert not guard.begin("a")
+    clock.advance(late * HALF)
+    guard.complete("a")
+    assert run(guard, "a")
+    assert not run(guard, "a")
+
+
+class NotToBeSearched(dict[Any, bytes | None]):
+    """A generation that answers for one id at a time, and lets nobody go through all of them."""
+
+    def __iter__(self) -> Any:
+        pytest.fail("somebody goes through every id")
+
+    keys = values = items = __iter__
+
+
+def test_no_call_goes_through_the_ids_that_are_held(clock: Clock) -> None:
+    guard = GenerationalGuard(WINDOW, 10, clock=clock)
+    guard._current, guard._previous = NotToBeSearched(a=None), NotToBeSearched(b=None)
+    guard._in_flight["c"] = None
+
+    assert guard.forget("a")
+    assert guard.forget("b")
+    assert not guard.forget("c")
+    guard.release("c")
+    assert run(guard, "d")
+    assert guard.attempt("e").seen is Seen.NEW
+    assert guard.snapshot().processed == 1
 
 
 # A guard like another one

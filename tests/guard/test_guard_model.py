@@ -19,15 +19,20 @@ IDS = st.sampled_from(EVERY_ID)
 CEILINGS = st.sampled_from([2, 3, 4, 7, 12, 100])
 # Exact in binary, so that rounding blurs no edge; on the edges of both halves, and beside them.
 STEPS = st.sampled_from([0.125, 1.0, 2.0, 3.875, 4.0, 4.125, 7.875, 8.0, 8.125, 40.0])
+PAYLOADS = st.sampled_from([None, b"tea", b"cocoa"])
 CLAIM_WINDOWS = st.sampled_from([1.0, 4.0, 6.0, 8.0, 12.0, 100.0])
 
 
 @dataclass
 class Begun:
-    """An id in flight: when it was begun, by which attempt, if by one, and whether it was forgotten since."""
+    """An id in flight: when it was begun, for which payload, and whether it was forgotten since.
+
+    Where it was begun by hand, and by no attempt, there is no attempt and no payload.
+    """
 
     at: float
-    attempt: Attempt | None
+    attempt: Attempt | None = None
+    fingerprint: bytes | None = None
     forgotten: bool = False
 
 
@@ -39,6 +44,7 @@ class Success:
     """
 
     at: float
+    fingerprint: bytes | None
     claimed_until: float
     certain: bool
 
@@ -65,22 +71,22 @@ class GuardAgainstModel(RuleBasedStateMachine):
         begun = self.guard.begin(logical_id)
         if begun:
             self.judge(logical_id, Seen.NEW)
-            self.admit(logical_id, Begun(self.now, None), untracked)
+            self.admit(logical_id, Begun(self.now), untracked)
         else:
             self.judge(logical_id, self.guard.look(logical_id))
             assert self.guard.look(logical_id) is not Seen.NEW
 
-    @rule(logical_id=IDS)
-    def attempt(self, logical_id: str) -> None:
+    @rule(logical_id=IDS, fingerprint=PAYLOADS)
+    def attempt(self, logical_id: str, fingerprint: bytes | None) -> None:
         untracked = self.untracked
-        attempt = self.guard.attempt(logical_id)
-        self.judge(logical_id, attempt.seen)
+        attempt = self.guard.attempt(logical_id, fingerprint=fingerprint)
+        self.judge(logical_id, attempt.seen, fingerprint)
         if attempt.seen is Seen.NEW:
-            self.admit(logical_id, Begun(self.now, attempt), untracked)
+            self.admit(logical_id, Begun(self.now, attempt, fingerprint), untracked)
 
-    @rule(logical_id=IDS)
-    def look(self, logical_id: str) -> None:
-        self.judge(logical_id, self.guard.look(logical_id))
+    @rule(logical_id=IDS, fingerprint=PAYLOADS)
+    def look(self, logical_id: str, fingerprint: bytes | None = None) -> None:
+        self.judge(logical_id, self.guard.look(logical_id, fingerprint=fingerprint), fingerprint)
 
     @rule()
     def look_at_every_id(self) -> None:
@@ -92,27 +98,29 @@ class GuardAgainstModel(RuleBasedStateMachine):
     def complete(self, data: st.DataObject, claim_window: float | None) -> None:
         logical_id = data.draw(st.sampled_from(sorted(self.in_flight)))
         begun = self.in_flight.pop(logical_id)
+        claimed_until = math.inf
         if begun.attempt is None:
             self.guard.complete(logical_id)
-            self.succeed(logical_id)
-        elif begun.forgotten:
-            begun.attempt.complete()
         elif claim_window is None:
             begun.attempt.complete()
-            self.succeed(logical_id)
         else:
             begun.attempt.complete(window=timedelta(seconds=claim_window))
-            # Only a claim that outlives whatever the guard may remember leaves no excuse.
             claimed_until = begun.at + claim_window
-            self.succeed(logical_id, claimed_until, certain=claimed_until >= self.now + WINDOW)
+        if not begun.forgotten:
+            # Only a claim that outlives whatever the guard may remember leaves no excuse.
+            certain = claimed_until >= self.now + WINDOW
+            self.succeed(logical_id, begun.fingerprint, claimed_until, certain=certain)
 
     @rule(logical_id=IDS)
-    def complete_what_was_not_begun(self, logical_id: str) -> None:
-        if logical_id not in self.in_flight:
-            untracked = self.untracked
-            self.guard.complete(logical_id)
+    def complete_by_hand(self, logical_id: str) -> None:
+        untracked = self.untracked
+        begun = self.in_flight.pop(logical_id, None)
+        self.guard.complete(logical_id)
+        if begun is None:
             assert self.untracked == untracked or len(self.in_flight) == self.ceiling
-            self.succeed(logical_id, certain=self.untracked == untracked)
+            self.succeed(logical_id, None, certain=self.untracked == untracked)
+        elif not begun.forgotten:
+            self.succeed(logical_id, begun.fingerprint)
 
     @rule(logical_id=IDS)
     def release(self, logical_id: str) -> None:
@@ -125,6 +133,7 @@ class GuardAgainstModel(RuleBasedStateMachine):
         seen = self.guard.look(logical_id)
         self.judge(logical_id, seen)
         assert self.guard.forget(logical_id) == (seen is Seen.PROCESSED)
+        assert self.guard.look(logical_id) is (Seen.IN_FLIGHT if logical_id in self.in_flight else Seen.NEW)
         self.done.pop(logical_id, None)
         if logical_id in self.in_flight:
             self.in_flight[logical_id].forgotten = True
@@ -145,14 +154,13 @@ class GuardAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: not self.guard._orphans)
     @invariant()
     def in_flight_ids_are_exactly_those_that_were_begun_and_not_settled(self) -> None:
-        assert self.guard._in_flight == set(self.in_flight)
-        assert set(self.guard._owners) == {key for key, begun in self.in_flight.items() if begun.attempt}
+        assert self.guard._in_flight.keys() == self.in_flight.keys()
 
     @property
     def untracked(self) -> int:
         return self.guard._counts[GuardEvent.UNTRACKED]
 
-    def judge(self, logical_id: str, seen: Seen) -> None:
+    def judge(self, logical_id: str, seen: Seen, fingerprint: bytes | None = None) -> None:
         """Say whether this answer is one that the model allows."""
         if logical_id in self.in_flight:
             assert seen is Seen.IN_FLIGHT, "an id in flight never begins twice"
@@ -162,7 +170,9 @@ class GuardAgainstModel(RuleBasedStateMachine):
             assert seen is Seen.NEW
             return
         age = self.now - success.at
-        if seen is Seen.PROCESSED:
+        if seen in {Seen.PROCESSED, Seen.MISMATCH}:
+            other = None not in (fingerprint, success.fingerprint) and fingerprint != success.fingerprint
+            assert (seen is Seen.MISMATCH) == other
             assert age < WINDOW, "never remembers past the window"
             assert self.now < success.claimed_until, "never answers beyond the claim"
         else:
@@ -177,12 +187,19 @@ class GuardAgainstModel(RuleBasedStateMachine):
             self.in_flight[logical_id] = begun
             self.weigh()
 
-    def succeed(self, logical_id: str, claimed_until: float = math.inf, *, certain: bool = True) -> None:
+    def succeed(
+        self,
+        logical_id: str,
+        fingerprint: bytes | None,
+        claimed_until: float = math.inf,
+        *,
+        certain: bool = True,
+    ) -> None:
         self.completions.append(self.now)
         earlier = self.done.get(logical_id)
         if earlier is not None:  # completed once more without being begun: the later one may be the one kept
             claimed_until = max(claimed_until, earlier.claimed_until)
-        self.done[logical_id] = Success(self.now, claimed_until, certain)
+        self.done[logical_id] = Success(self.now, fingerprint, claimed_until, certain)
         self.weigh()
 
     def weigh(self) -> None:

@@ -8,15 +8,16 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fastapi import HTTPException
+from fastapi import Depends, HTTPException
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from fastapi_dedup import ClaimInFlightError, Dedup, DuplicateError, StoreUnavailableError
+from fastapi_dedup import ClaimInFlightError, Dedup, Deduplicated, DuplicateError, StoreUnavailableError
 from fastapi_dedup.guard import GenerationalGuard
 from fastapi_dedup.hooks import EventKind
 from tests.guard.conftest import WINDOW, Guarded
-from tests.guard.doors import SCOPE, Endpoint, Queries, endpoint
+from tests.guard.doors import SCOPE, Endpoint, Queries, endpoint, undone
+from tests.http.world import add, lifespan
 from tests.live import until
 
 by_message = pytest.mark.parametrize("door", ["message"])
@@ -215,7 +216,7 @@ async def waiting(
 async def test_another_payload_under_the_id_of_finished_work_is_a_mismatch(world: Guarded, door: str) -> None:
     async with endpoint(door, world.dedup) as shop:
         assert await shop.deliver("1", "tea") == "ran"
-        assert await shop.deliver("1", "cocoa") == "fingerprint-mismatch"
+        assert await costs_nothing(world, lambda: shop.deliver("1", "cocoa")) == "fingerprint-mismatch"
         assert await costs_nothing(world, lambda: shop.deliver("1", "tea")) == "duplicate"
     assert await world.orders() == ["tea"]
 
@@ -226,7 +227,7 @@ async def test_another_payload_under_an_id_in_flight_is_a_mismatch(world: Guarde
         gate = shop.gate()
         first = shop.delivering("1", "tea")
         await gate.reached.wait()
-        assert await shop.deliver("1", "cocoa") == "fingerprint-mismatch"
+        assert await costs_nothing(world, lambda: shop.deliver("1", "cocoa")) == "fingerprint-mismatch"
         assert await costs_nothing(world, lambda: shop.deliver("1", "tea")) == "in-flight"
         gate.open()
         assert await first == "ran"
@@ -310,6 +311,60 @@ async def test_an_id_whose_claim_got_no_answer_is_forgotten(
     assert await world.orders() == ["tea"]
 
 
+async def test_a_commit_into_a_transaction_of_the_callers_is_not_remembered(world: Guarded) -> None:
+    for _ in range(2):
+        async with undone(world.engine) as session:
+            async with world.dedup.claim("1", scope="jobs", session=session):
+                await add(session, "tea")
+            await session.commit()
+            assert world.guard.snapshot().tracked == 0
+    assert (await world.orders(), await world.ids()) == ([], [])
+
+
+async def test_a_commit_in_a_savepoint_of_the_sessions_own_is_none(world: Guarded) -> None:
+    async with world.sessions() as session:
+        async with session.begin_nested(), world.dedup.claim("1", scope="jobs", session=session):
+            await add(session, "tea")
+        assert world.guard.snapshot().processed == 0
+        await session.rollback()
+    async with world.dedup.claim("1", scope="jobs"):
+        pass
+    assert (await world.orders(), world.guard.snapshot().processed) == ([], 1)
+
+
+# Leased claims
+
+
+LEASE = timedelta(seconds=30)
+
+
+async def test_a_leased_claim_is_remembered_when_it_is_complete(world: Guarded, door: str) -> None:
+    async with endpoint(door, world.dedup, lease=LEASE) as shop:
+        gate = shop.gate()
+        first = shop.delivering("1")
+        await gate.reached.wait()
+        assert world.guard.snapshot().processed == 0  # though the claim is committed
+        assert await costs_nothing(world, lambda: shop.deliver("1")) == "in-flight"
+        gate.open()
+        assert await first == "ran"
+        assert await costs_nothing(world, lambda: shop.deliver("1")) == "duplicate"
+    assert await world.orders() == ["tea"]
+
+
+@pytest.mark.parametrize(
+    ("door", "mishap"),
+    [("http", fail), ("http", return_404), ("own session", fail_at_commit), ("message", fail)],
+)
+async def test_a_leased_claim_that_is_released_is_forgotten(world: Guarded, door: str, mishap: Any) -> None:
+    async with endpoint(door, world.dedup, lease=LEASE) as shop:
+        shop.mishaps.append(mishap)
+        assert await shop.deliver("1") == "failed"
+        assert world.guard.snapshot().tracked == 0
+        assert await shop.deliver("1") == "ran"
+        assert await costs_nothing(world, lambda: shop.deliver("1")) == "duplicate"
+    assert await world.orders() == ["tea"]
+
+
 # Never beyond the claim
 
 
@@ -367,6 +422,40 @@ async def test_a_claim_after_the_window_is_remembered_like_the_first(world: Guar
         assert await shop.deliver("1") == "ran"
         assert await costs_nothing(world, lambda: shop.deliver("1")) == "duplicate"
     assert (shop.runs, await world.ids()) == (2, ["1"])
+
+
+# Where it would be inert
+
+
+@pytest.mark.parametrize(
+    ("seconds", "warns"), [(1, True), (29.999, True), (30, False), (60, False), (None, False)]
+)
+async def test_a_window_that_the_guard_can_do_nothing_for_is_warned_of_at_start_up_once(
+    world: Guarded, seconds: float | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    window = None if seconds is None else timedelta(seconds=seconds)
+    app = world.app()
+    for path in ("/orders", "/returns"):
+        policy = Deduplicated("path", "sku", window=window)
+        app.post(path + "/{sku}", dependencies=[Depends(policy)])(lambda: None)
+    world.dedup.handler(Deduplicated(window=window))(lambda message: message)
+    async with lifespan(app):
+        pass
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert ["remembers no id of a policy whose window" in message for message in warned] == [True] * warns
+
+
+async def test_so_are_the_runtimes_own_window_and_a_deliverys(
+    world: Guarded, caplog: pytest.LogCaptureFixture
+) -> None:
+    dedup = Dedup(world.engine, window=timedelta(seconds=29), guard=world.guard)
+    dedup.prepare(Deduplicated())
+    dedup.prepare(Deduplicated("delivery", keep_after_handling=timedelta(seconds=28)))
+    dedup.prepare(Deduplicated("delivery", window=timedelta(seconds=27)))
+    assert [record.args for record in caplog.records] == [
+        (timedelta(seconds=29), WINDOW),
+        (timedelta(seconds=28), WINDOW),
+    ]
 
 
 # A release by an operator

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from fastapi import BackgroundTasks, Depends, FastAPI, HTTPException
@@ -27,12 +27,14 @@ from fastapi_dedup import (
     DedupMiddleware,
     StoreUnavailableError,
 )
+from fastapi_dedup.errors import ClaimLostError
 from fastapi_dedup.guard import GenerationalGuard, GuardEvent
 from fastapi_dedup.hooks import Event
 from fastapi_dedup.messaging.envelope import Envelope
+from fastapi_dedup.messaging.faststream import DeduplicatingMiddleware
 from fastapi_dedup.messaging.handler import Result
 from tests.guard.conftest import WINDOW, Guarded
-from tests.guard.doors import SCOPE, Clock, Endpoint, Queries, endpoint
+from tests.guard.doors import SCOPE, Clock, Endpoint, Queries, endpoint, undone
 from tests.http.world import KEY, StartUpError, World, add, client, eventually, lifespan
 from tests.live import call, live
 
@@ -253,13 +255,27 @@ async def test_an_app_that_never_responds_has_failed(memory: Memory) -> None:
 
 
 @both
-async def test_another_payload_under_the_same_id_is_another_id(door: str, memory: Memory) -> None:
-    # A guard keeps ids and no payloads: it cannot tell which of two payloads is the right one.
+async def test_another_payload_under_the_id_of_finished_work_is_a_mismatch(door: str, memory: Memory) -> None:
+    # case D3
     async with behind(door, memory) as shop:
         assert await shop.deliver("1", "tea") == "ran"
-        assert await shop.deliver("1", "cocoa") == "ran"
+        assert await shop.deliver("1", "cocoa") == "fingerprint-mismatch"
         assert await shop.deliver("1", "tea") == "duplicate"
-        assert await shop.deliver("1", "cocoa") == "duplicate"
+    assert shop.runs == 1
+
+
+@both
+async def test_another_payload_under_an_id_in_flight_is_a_mismatch(door: str, memory: Memory) -> None:
+    # case D3
+    async with behind(door, memory) as shop:
+        gate = shop.gate()
+        first = shop.delivering("1", "tea")
+        await gate.reached.wait()
+        assert await shop.deliver("1", "cocoa") == "fingerprint-mismatch"
+        assert await shop.deliver("1", "tea") == "in-flight"
+        gate.open()
+        assert await first == "ran"
+    assert shop.runs == 1
 
 
 @both
@@ -432,6 +448,8 @@ async def test_and_where_a_handler_is_decorated(memory: Memory, policy: Deduplic
 
     with pytest.raises(ConfigurationError, match=f"the policy's {option} is 1 day"):
         memory.dedup.handler(policy)(on_order)
+    with pytest.raises(ConfigurationError, match=f"the policy's {option} is 1 day"):
+        DeduplicatingMiddleware(memory.dedup, policy)
     memory.dedup.require(lambda endpoint: endpoint.kind == "message", policy)
     with pytest.raises(ConfigurationError, match=f"the policy's {option} is 1 day"):
         await memory.dedup.handler()(on_order)(Envelope({}, {KEY: "1"}))
@@ -439,8 +457,8 @@ async def test_and_where_a_handler_is_decorated(memory: Memory, policy: Deduplic
 
 async def test_the_default_guard_keeps_what_the_default_options_ask() -> None:
     dedup = Dedup(NOWHERE)
-    assert dedup.memory_of(Deduplicated("delivery", store="memory"))._guard.window == timedelta(minutes=5)
-    assert dedup.memory_of(Deduplicated(store="memory"))._guard.window == timedelta(minutes=5)
+    assert dedup._memories.of(Deduplicated("delivery", store="memory"))._guard.window == timedelta(minutes=5)
+    assert dedup._memories.of(Deduplicated(store="memory"))._guard.window == timedelta(minutes=5)
 
 
 # When it is remembered
@@ -527,6 +545,90 @@ async def test_in_a_session_of_the_callers_it_is_remembered_when_the_caller_comm
     assert await world.orders() == ["tea"]
 
 
+async def test_a_handler_that_commits_and_reads_on_is_remembered_though_nobody_commits_the_reading(
+    world: World,
+) -> None:
+    async def begin_anew_commit_and_read(session: AsyncSession) -> None:
+        await session.commit()
+        await session.scalar(text("select count(*) from orders"))
+
+    @world.dedup.handler(Deduplicated("header", KEY, store="memory"))
+    async def on_order(message: Handled, session: AsyncSession) -> None:
+        await add(session, message["sku"])
+        await begin_anew_commit_and_read(session)
+
+    message = Envelope({"sku": "tea"}, {KEY: "1"})
+    for expected in (Result.HANDLED, Result.DUPLICATE):
+        async with world.sessions() as session:
+            assert await on_order(message, session=session) is expected
+    async with endpoint("own session", world.dedup, store="memory") as shop:
+        shop.mishaps.append(begin_anew_commit_and_read)
+        assert [await shop.deliver("1"), await shop.deliver("1")] == ["ran", "duplicate"]
+    assert await world.orders() == ["tea", "tea"]
+
+
+async def test_a_claim_in_memory_is_not_remembered_where_the_databases_claim_beside_it_is_lost(
+    world: World,
+) -> None:
+    closes = [True]
+
+    @world.dedup.handler(Deduplicated("header", "X-Id", store="memory"), Deduplicated("header", KEY))
+    async def on_order(message: Handled, session: AsyncSession) -> None:
+        await add(session, message["sku"])
+        if closes and closes.pop():
+            await session.close()
+
+    message = Envelope({"sku": "tea"}, {KEY: "1", "X-Id": "1"})
+    async with world.sessions() as session:
+        with pytest.raises(ClaimLostError):
+            await on_order(message, session=session)
+        assert await on_order(message, session=session) is Result.HANDLED
+        await session.commit()
+        assert await on_order(message, session=session) is Result.DUPLICATE
+    assert await world.orders() == ["tea"]
+
+
+async def test_nor_where_another_sessions_commit_fails_that_a_claim_of_the_same_request_rides(
+    world: World,
+) -> None:
+    fails = [True]
+
+    async def get_session() -> AsyncIterator[AsyncSession]:
+        async with world.sessions() as session:
+            yield session
+            if fails and fails.pop():
+                event.listen(session.sync_session, "before_commit", lambda _: 1 / 0)
+            await session.commit()
+
+    app = FastAPI()
+    app.add_middleware(DedupMiddleware, dedup=world.dedup, header=None)
+    policies = [
+        Depends(Deduplicated("header", "X-Id", store="memory")),
+        Depends(Deduplicated("header", KEY, session=get_session)),
+    ]
+
+    @app.post("/orders", dependencies=policies)
+    async def create(session: Annotated[AsyncSession, Depends(get_session)]) -> None:
+        await add(session, "tea")
+
+    async with client(app) as speaking:
+        answers = [await speaking.post("/orders", headers={KEY: "1", "X-Id": "1"}) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [500, 200, 409]
+    assert await world.orders() == ["tea"]
+
+
+async def test_what_is_committed_into_a_transaction_of_the_callers_is_not_remembered(world: World) -> None:
+    @world.dedup.handler(Deduplicated("header", KEY, store="memory"))
+    async def on_order(message: Handled, session: AsyncSession) -> None:
+        await add(session, message["sku"])
+        await session.commit()
+
+    message = Envelope({"sku": "tea"}, {KEY: "1"})
+    for _ in range(2):
+        async with undone(world.engine) as session:
+            assert await on_order(message, session=session) is Result.HANDLED
+
+
 # By hand
 
 
@@ -610,7 +712,7 @@ async def test_several_workers_are_warned_of_their_siblings_once(
     monkeypatch.setenv(variable, value)
     dedup = Dedup(NOWHERE)
     for scope in ("orders", "returns"):
-        dedup.memory_of(Deduplicated(store="memory", scope=scope))
+        dedup.prepare(Deduplicated(store="memory", scope=scope))
     assert ["siblings do not know" in record.message for record in caplog.records] == [True] * warns
 
 
@@ -620,7 +722,7 @@ def warned_in_a_child(results: Any) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fastapi_dedup").addHandler(handler)
-    Dedup(NOWHERE).memory_of(Deduplicated(store="memory"))
+    Dedup(NOWHERE).prepare(Deduplicated(store="memory"))
     results.put(records)
 
 

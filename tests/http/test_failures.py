@@ -318,6 +318,23 @@ async def test_a_see_other_after_a_form_post_is_a_success(sqlite: World) -> None
     assert await sqlite.orders() == ["a"]
 
 
+@pytest.mark.parametrize("header", [None, KEY])
+async def test_a_see_other_that_is_raised_is_a_failure_with_an_id_and_without(
+    sqlite: World, header: str | None
+) -> None:
+    app = sqlite.app(header=header)
+
+    @app.post("/orders")
+    async def create(session: RequestSession) -> None:
+        await add(session, "a")
+        raise HTTPException(303)
+
+    async with client(app) as c:
+        assert (await c.post("/orders")).status_code == 303
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 303
+    assert (await sqlite.orders(), await sqlite.ids()) == ([], [])
+
+
 async def test_a_refused_twin_never_frees_the_owners_id(world: World) -> None:
     # case E1
     app = world.app()

@@ -6,6 +6,8 @@ import pytest
 from fastapi import APIRouter, Depends, FastAPI
 
 from fastapi_dedup import Claim, Deduplicated, RequestSession
+from fastapi_dedup.http.bound import policies_of
+from fastapi_dedup.http.checks import is_claim
 from tests.http.world import KEY, World, add, client
 
 
@@ -58,6 +60,37 @@ async def test_a_policy_on_another_header_or_field_leaves_the_middlewares_own(wo
         assert (await c.post("/orders", json={"sku": "b"}, headers={KEY: "k"})).status_code == 422
         assert (await c.post("/orders", json={"sku": "b"})).status_code == 200
     assert await world.ids() == ["a", "b", "k"]
+
+
+async def test_the_middlewares_own_costs_such_a_route_no_dependency(sqlite: World) -> None:
+    app = sqlite.app()
+    route(app, Deduplicated("query", "sku"), Deduplicated("query", "sku", scope="skus"))
+    async with client(app) as c:
+        for _ in range(2):  # inspecting the routes again changes nothing
+            app.post(f"/more/{len(app.routes)}")(lambda: None)
+            await c.post("/orders")
+    (served,) = [each for each in app.routes if getattr(each, "path", None) == "/orders"]
+    claims = [each.call for each in served.dependant.dependencies if is_claim(each)]  # type: ignore[attr-defined]
+    assert [len(policies_of(call)) for call in claims] == [2, 1]
+
+
+async def test_a_policy_that_is_also_a_dependencys_leaves_the_middlewares_own_alone(sqlite: World) -> None:
+    policy = Deduplicated("query", "sku", scope="skus")
+
+    async def sku(claim: Annotated[Claim, Depends(policy)]) -> str:
+        return claim.logical_id
+
+    app = sqlite.app()
+
+    @app.post("/orders", status_code=201, dependencies=[Depends(policy)])
+    async def create(session: RequestSession, name: Annotated[str, Depends(sku)]) -> None:
+        await add(session, name)
+
+    async with client(app) as c:
+        assert (await c.post("/orders?sku=a", headers={KEY: "k"})).status_code == 201
+        assert (await c.post("/orders?sku=b", headers={KEY: "k"})).status_code == 422
+        assert (await c.post("/orders?sku=a")).status_code == 409
+    assert await sqlite.ids() == ["a", "k"]
 
 
 async def test_a_routes_policy_wins_over_its_routers_on_the_same_header(world: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from faststream import AckPolicy, Context, Depends
@@ -97,6 +97,29 @@ async def test_a_copy_in_flight_is_given_back_and_runs_if_the_original_fails(  #
         assert await world.orders() == []
         await stream.publish(TEA, deduplication_id="1")
     assert stream.answers == ["NACKED", "ACKED"]
+    assert await world.orders() == ["tea"]
+
+
+@pytest.mark.parametrize("store", ["durable", "memory"])
+async def test_a_message_that_its_handler_gives_back_itself_runs_again(
+    kind: Kind, world: World, store: Literal["durable", "memory"]
+) -> None:
+    stream = stream_of(kind, world, Deduplicated(store=store))
+    gives_back = [True]
+
+    async def on_order(
+        order: Order, message: Annotated[Any, Context("message")], session: MessageSession
+    ) -> None:
+        if gives_back and gives_back.pop():
+            await message.nack()
+            return
+        await add(order, session)
+
+    stream.subscriber()(on_order)
+    async with stream.running():
+        for _ in range(3):
+            await stream.publish(TEA, deduplication_id="1")
+    assert stream.answers == ["NACKED", "ACKED", "ACKED"]
     assert await world.orders() == ["tea"]
 
 
