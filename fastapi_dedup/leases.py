@@ -154,19 +154,27 @@ class LeasedTransaction:
             self._background(self._release())
 
     async def _beat(self) -> None:
+        beat = pause = self.lease.beat.total_seconds()
         while self._owned is not None and not self._last_beat:
-            await asyncio.sleep(self.lease.beat.total_seconds())
-            if self._owned is None or not await self._extend(*self._owned):
+            await asyncio.sleep(pause)
+            if self._owned is None:
                 return
+            extended = await self._extend(*self._owned, at_most=beat)
+            if extended is False:
+                return
+            pause = beat if extended else beat / 4  # it may yet get through before the lease is over
 
-    async def _extend(self, leases: Leases, intent: Intent, receipt: Receipt) -> bool:
+    async def _extend(
+        self, leases: Leases, intent: Intent, receipt: Receipt, *, at_most: float
+    ) -> bool | None:
+        """Extend the lease; False where it is lost, None where nobody knows."""
         name = intent.logical_id, scope_text(intent.scope)
         try:
-            async with asyncio.timeout(self.lease.beat.total_seconds()):
+            async with asyncio.timeout(at_most):
                 extended = await leases.extend(intent, receipt)
         except Exception:  # whatever it was, the next beat may get through
             logger.warning("could not extend the lease of logical id %r in scope %r", *name, exc_info=True)
-            return True
+            return None
         if not extended and not self._completing and self._owned is not None:
             logger.warning(
                 "the lease of logical id %r in scope %r was lost to another delivery while the handler ran: "
