@@ -41,10 +41,9 @@ class Bound:
         self.__signature__ = policy.__signature__  # type: ignore[attr-defined]  # made in __post_init__
 
     def __eq__(self, other: object) -> bool:
-        """Be equal to what claims the same, for FastAPI's cache, and to the policy, for its overrides."""
-        if isinstance(other, Bound):
-            return self.policy == other.policy and self.also == other.also
-        return isinstance(other, Deduplicated) and self.policy == other
+        """Be equal to the same policy, bound for FastAPI's cache, and unbound for its overrides."""
+        policy = other.policy if isinstance(other, Bound) else other
+        return isinstance(policy, Deduplicated) and self.policy == policy
 
     def __hash__(self) -> int:
         """Hash like the policy."""

@@ -167,8 +167,8 @@ def _prepare(
                 session,
             )
     own = None if own_policy is None else _what_is_left(own_policy, found)
-    first = next((each for each in root.dependencies if is_claim(each)), None)
-    if own is not None and first is None:
+    host = None if own is None else _host_of(root)
+    if own is not None and host is None:
         root.dependencies.append(_sub_dependant(own, found))
     # In front of the handler: first who answers for the caller, then who claims on the way, then the claims.
     root.dependencies.sort(
@@ -179,8 +179,24 @@ def _prepare(
         bound = claim.call if isinstance(claim.call, Bound) else Bound(*policies_of(claim.call))
         claim.call = bound
         bound.checked = checked
-        if claim is first and own is not None:
+        if claim is host:
             bound.also = own
+
+
+def _host_of(root: Dependant) -> Dependant | None:
+    """Return the claim that the middleware's own policy can go with: one that FastAPI calls in any case.
+
+    It does not call a claim whose policy it has met before, in a dependency of another dependency.
+    """
+    met = [
+        policy
+        for each in root.dependencies
+        if not is_claim(each)
+        for sub in tree(each)
+        for policy in policies_of(sub.call)
+    ]
+    claims = (each for each in root.dependencies if is_claim(each))
+    return next((each for each in claims if policies_of(each.call)[0] not in met), None)
 
 
 def _prepare_guards(found: Found, prepare: Callable[[Policy], object]) -> None:
