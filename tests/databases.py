@@ -19,6 +19,13 @@ BACKENDS = ("asyncpg", "psycopg", "sqlite")
 MARIADB = ("asyncmy", "aiomysql")
 PGBOUNCER = ("asyncpg+pgbouncer", "psycopg+pgbouncer")
 
+
+def mariadb() -> list[Any]:
+    """Return the drivers of MariaDB, for tests that take seconds: the second one is left to `make soak`."""
+    first, *others = MARIADB
+    return [first, *(pytest.param(other, marks=pytest.mark.soak) for other in others)]
+
+
 _POOLED = "pooled"
 """Marks a URL as pgbouncer's: `engine_on` then leaves out what transaction pooling cannot do."""
 

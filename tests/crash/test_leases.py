@@ -23,10 +23,10 @@ from tests.databases import orders_table, url_of
 from tests.live import Caller, Reply, call, until
 from tests.races.shop import Ledger
 
-BACKENDS = ("asyncpg", "sqlite")
+BACKENDS = ("asyncpg", "asyncmy", "sqlite")
 ROUNDS, QUICK_ROUNDS = 20, 4
 RIVALS = 4
-PATIENT = 2.0
+PATIENT = 3.0
 """A lease, in seconds, that a busy machine's event loop does not sleep through."""
 PATHS = ("/leased", "/leased-by-handler")
 

@@ -16,7 +16,7 @@ from tests.databases import orders_table, url_of
 from tests.live import Caller, Reply, call
 from tests.races.shop import Ledger
 
-BACKENDS = ("asyncpg", "sqlite")
+BACKENDS = ("asyncpg", "asyncmy", "sqlite")
 ROUNDS = 20
 SOAK_ROUNDS = 200
 BORROWED = ("/committed-by-handler", "/committed-by-dependency")

@@ -9,7 +9,7 @@ import pytest
 
 from fastapi_dedup import Dedup
 from tests.apps.orders import Settings
-from tests.databases import BACKENDS, orders_table, url_of
+from tests.databases import BACKENDS, mariadb, orders_table, url_of
 from tests.live import process
 from tests.races import crowd
 from tests.races.shop import Ledger
@@ -25,7 +25,7 @@ def expect_one_winner_each(backend: str, outcomes: Counter[str]) -> None:
 
 
 # DESIGN.md §4.1
-@pytest.mark.parametrize("backend", ["asyncpg", "sqlite"])
+@pytest.mark.parametrize("backend", ["asyncpg", "asyncmy", "sqlite"])
 async def test_8_processes_that_send_50_ids_10_times_each_to_4_workers_get_50_rows(
     backend: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -40,7 +40,7 @@ async def test_8_processes_that_send_50_ids_10_times_each_to_4_workers_get_50_ro
 
 
 # DESIGN.md §4.1
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *mariadb()])
 async def test_8_processes_that_claim_50_ids_10_times_each_on_connections_of_their_own_get_50_rows(
     backend: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.apps.orders import Settings
-from tests.databases import BACKENDS, orders_table, url_of
+from tests.databases import BACKENDS, mariadb, orders_table, url_of
 from tests.live import Caller, Reply, process
 from tests.races.shop import Ledger
 
@@ -85,7 +85,7 @@ async def send_copies(url: str, sku: str) -> Round:
 
 
 # case F2, DESIGN.md §4.5
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *mariadb()])
 async def test_200_copies_of_a_2_s_handler_get_their_answers_within_a_second_on_a_pool_of_5(
     backend: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
