@@ -14,6 +14,8 @@ import fastapi_dedup
 
 PACKAGE = Path(fastapi_dedup.__file__).parent
 CORE = (
+    "batch_delivery",
+    "batches",
     "cancellation",
     "claims",
     "core",
