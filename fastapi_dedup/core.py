@@ -18,10 +18,8 @@ framework and no broker: the two protocols of `fastapi_dedup.store` are all that
 from __future__ import annotations
 
 import logging
-import random
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +33,15 @@ from fastapi_dedup.errors import (
     StoreUnavailableError,
 )
 from fastapi_dedup.guard import Seen
+from fastapi_dedup.held import Held
 from fastapi_dedup.hooks import Event, EventKind, tell
 from fastapi_dedup.refusals import KINDS, SEEN, Refusal, error_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from datetime import timedelta
 
-    from fastapi_dedup.claims import Intent, Outcome, Receipt
+    from fastapi_dedup.claims import Intent, Outcome
     from fastapi_dedup.flights import Flight, Flights
     from fastapi_dedup.guard import Attempt, GenerationalGuard
     from fastapi_dedup.hooks import Hook
@@ -51,26 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["Delivery", "settled"]
 
 logger = logging.getLogger("fastapi_dedup")
-
-
-@dataclass(slots=True, eq=False)
-class _Held:
-    """A claim that this delivery holds, and what became of it."""
-
-    intent: Intent
-    receipt: Receipt
-    claim: Claim
-    store: Store[Any]
-    transaction: Transaction
-    fate: Fate = Fate.OPEN
-    given_back: bool = False
-    kept: bool = False
-    """Whether it was committed because the delivery had succeeded: then nothing may take it back."""
-
-    @property
-    def to_give_back(self) -> bool:
-        """Whether a failure has left it standing."""
-        return self.fate in {Fate.OPEN, Fate.COMMITTED} and not (self.given_back or self.kept)
 
 
 class Delivery:
@@ -102,7 +81,7 @@ class Delivery:
         self._store = store
         self._flights = flights
         self._hooks = hooks
-        self._held: dict[bytes, _Held] = {}
+        self._held: dict[bytes, Held] = {}
         self._failed = False
         self._succeeding = False
         self.refusal: Refusal | None = None
@@ -136,13 +115,11 @@ class Delivery:
             if wait is not None and isinstance(outcome, InFlight) and not outcome.abandoned:
                 outcome = await self._wait(intent, transaction, store, wait)
         except StoreUnavailableError as error:
-            logger.info(
-                "refused logical id %r in scope %r: %s", intent.logical_id, scope_text(intent.scope), error
-            )
-            self._tell(EventKind.UNAVAILABLE, intent)
+            self._unavailable(intent, error)
             raise
         if isinstance(outcome, Claimed):
             return self._held[intent.key].claim
+        self.refusal = outcome
         self._refuse(intent, outcome, store.refusals_logged_at)
         return outcome
 
@@ -172,10 +149,9 @@ class Delivery:
             self._flights.land(flight)
             raise
         if isinstance(outcome, Claimed):
-            flight = flight or self._flights.overtake(intent)
-            times = outcome.receipt.claimed_at, outcome.receipt.expires_at
-            claim = Claim(intent.logical_id, scope_text(intent.scope), *times, transaction)
-            self._hold(_Held(intent, outcome.receipt, claim, store, transaction), flight, attempt)
+            held = Held.of(intent, outcome.receipt, store, transaction)
+            transaction.watch(self._hold(held, flight, attempt))
+            self._tell(EventKind.CLAIMED, intent)
             return outcome
         self._flights.land(flight)
         return self._flights.seen_from(intent) if outcome == InFlight() else outcome
@@ -186,27 +162,28 @@ class Delivery:
         """Wait without a connection until the twin's outcome is known, or time is up."""
         outcome: Outcome = InFlight()
         deadline = time.monotonic() + wait.total_seconds()
-        for pause in _pauses():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            if not await transaction.step_aside():
-                logger.warning(
-                    "cannot wait for logical id %r in scope %r: its session was used before the claim, and "
-                    "waiting would keep its connection from others; answering at once",
-                    intent.logical_id,
-                    scope_text(intent.scope),
-                )
-                break
-            await self._flights.landing(intent, pause=min(pause, left), at_most=left)
-            outcome = await self._take(intent, transaction, store)
-            if not isinstance(outcome, InFlight) or outcome.abandoned:
-                break
+        with self._flights.line(intent) as place:
+            while (left := deadline - time.monotonic()) > 0:
+                if not await transaction.step_aside():
+                    logger.warning(
+                        "cannot wait for logical id %r in scope %r: its session was used before the claim, "
+                        "and waiting would keep its connection from others; answering at once",
+                        intent.logical_id,
+                        scope_text(intent.scope),
+                    )
+                    break
+                await place.turn(at_most=left)
+                outcome = await self._take(intent, transaction, store)
+                place.told = not isinstance(outcome, InFlight) or outcome.abandoned
+                if place.told:
+                    break
         return outcome
 
-    def _hold(self, held: _Held, flight: Flight, attempt: Attempt | None) -> None:
+    def _hold(self, held: Held, flight: Flight | None, attempt: Attempt | None) -> Callable[[Fate], None]:
+        """Hold a claim that the store has given, and return what is to be told of its transaction's end."""
         intent = held.intent
         self._held[intent.key] = held
+        flight = flight or self._flights.overtake(intent)
         flight.held = True
 
         def decided(fate: Fate) -> None:
@@ -227,8 +204,7 @@ class Delivery:
             if not held.given_back:
                 self._tell(EventKind.COMMITTED if fate is Fate.COMMITTED else EventKind.RELEASED, intent)
 
-        held.transaction.watch(decided)
-        self._tell(EventKind.CLAIMED, intent)
+        return decided
 
     # 3. settle
 
@@ -248,10 +224,11 @@ class Delivery:
             Exception: Whatever COMMIT raised, unchanged: the app's constraints are the app's.
         """
         for held in list(self._held.values()):
-            if held.fate is Fate.ROLLED_BACK:
+            if held.fate is Fate.ROLLED_BACK and not held.given_back:
                 held.transaction.forget()  # else its next COMMIT would take the claim anew as well
                 outcome = await self._take(held.intent, held.transaction, held.store)
                 if not isinstance(outcome, Claimed):
+                    self.refusal = outcome
                     self._refuse(held.intent, outcome, held.store.refusals_logged_at)
                     raise error_of(held.intent, outcome)
         # Not shielded: a COMMIT that is cut in half is durable, claim and work, or neither is.
@@ -307,7 +284,9 @@ class Delivery:
     def lost(self) -> bool:
         """Whether a claim is gone, though nobody has said that the delivery failed."""
         gone = {Fate.ROLLED_BACK, Fate.CLOSED}
-        return not self._failed and any(held.fate in gone for held in self._held.values())
+        return not self._failed and any(
+            held.fate in gone and not held.given_back for held in self._held.values()
+        )
 
     @property
     def failed(self) -> bool:
@@ -339,10 +318,10 @@ class Delivery:
             if held.to_give_back:
                 await self._give_back(held)
 
-    def _give_back_later(self, held: _Held, _: Fate) -> None:
+    def _give_back_later(self, held: Held, _: Fate) -> None:
         self._flights.background(self._give_back(held))
 
-    async def _give_back(self, held: _Held) -> None:
+    async def _give_back(self, held: Held) -> None:
         """Withdraw a claim from a transaction that is still open, or release one that was committed."""
         try:
             if held.fate is Fate.OPEN:
@@ -383,8 +362,13 @@ class Delivery:
                 kind = EventKind.TOO_LARGE
         tell(self._hooks, Event(kind))
 
+    def _unavailable(self, intent: Intent, error: StoreUnavailableError) -> None:
+        logger.info(
+            "refused logical id %r in scope %r: %s", intent.logical_id, scope_text(intent.scope), error
+        )
+        self._tell(EventKind.UNAVAILABLE, intent)
+
     def _refuse(self, intent: Intent, refusal: Refusal, level: int) -> None:
-        self.refusal = refusal
         age = refusal.age if isinstance(refusal, Duplicate) else None
         kind = KINDS[type(refusal)]
         abandoned = isinstance(refusal, InFlight) and refusal.abandoned
@@ -418,11 +402,3 @@ async def settled(delivery: Delivery) -> AsyncIterator[None]:
         raise
     finally:
         await delivery.finish()
-
-
-def _pauses() -> Iterator[float]:
-    """Yield the waits between two looks at another process's flight: jittered, doubling up to 0.5 s."""
-    pause = 0.02
-    while True:
-        yield pause * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, not a secret
-        pause = min(pause * 2, 0.5)

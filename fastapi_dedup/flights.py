@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from fastapi_dedup.claims import InFlight, Mismatch
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.claims import Intent
 
-__all__ = ["Flight", "Flights"]
+__all__ = ["Flight", "Flights", "Place"]
 
 
 class Flight:
@@ -38,6 +39,7 @@ class Flights:
 
     def __init__(self) -> None:
         self._flights: dict[bytes, Flight] = {}
+        self._lines: dict[bytes, list[Place]] = {}
         self._background: set[asyncio.Task[None]] = set()
 
     def depart(self, intent: Intent) -> Flight | None:
@@ -77,21 +79,74 @@ class Flights:
             return Mismatch()
         return InFlight()
 
-    async def landing(self, intent: Intent, *, pause: float, at_most: float) -> None:
-        """Wait until a neighbour's flight lands; for another process's, pause: there is nothing to hear.
-
-        Args:
-            intent: The id that is waited for.
-            pause: How long to wait before looking again, in seconds, where no neighbour holds the id.
-            at_most: How long to wait for a neighbour that holds it, in seconds.
-        """
+    def held(self, intent: Intent) -> Flight | None:
+        """Return the flight of a neighbour that holds the id."""
         flight = self._flights.get(intent.key)
-        if flight is None:
-            await asyncio.sleep(pause)
+        return flight if flight is not None and flight.held else None
+
+    def line(self, intent: Intent) -> Place:
+        """Return a place in the line of those who wait for an id here: enter it, and leave it."""
+        return Place(self, intent, self._lines)
+
+
+class Place:
+    """A place in a line. Only the first in it looks for the outcome; the others hear of it.
+
+    So however many wait here for one id, the database is asked as often as one of them would ask it, and
+    when an owner has failed, one of them takes its turn and the others stay in line.
+
+    Attributes:
+        told: Whether who stands here has learnt an outcome: then its leaving is news to the others.
+    """
+
+    def __init__(self, flights: Flights, intent: Intent, lines: dict[bytes, list[Place]]) -> None:
+        self.told = False
+        self._flights = flights
+        self._intent = intent
+        self._lines = lines
+        self._heard = False
+        self._stirred = asyncio.Event()
+        self._pause = 0.02
+
+    def __enter__(self) -> Self:
+        self._lines.setdefault(self._intent.key, []).append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        line = self._lines[self._intent.key]
+        was_first = line[0] is self
+        line.remove(self)
+        if not line:
+            del self._lines[self._intent.key]
+        if not was_first:
             return
+        for place in line if self.told else line[:1]:
+            place._heard |= self.told  # noqa: SLF001 - a place of the same line
+            place._stirred.set()  # noqa: SLF001
+
+    async def turn(self, *, at_most: float) -> None:
+        """Wait until it is worth looking for the outcome, but no longer than so many seconds."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(at_most if flight.held else pause):
-                await flight.landed.wait()
+            async with asyncio.timeout(at_most):
+                while not await self._has_come():
+                    await self._stirred.wait()
+                    self._stirred.clear()
+
+    async def _has_come(self) -> bool:
+        heard, self._heard = self._heard, False
+        flight = self._flights.held(self._intent)
+        if heard and flight is None:  # else the one who was first is at it now
+            return True
+        first = self._lines[self._intent.key][0] is self
+        if first:
+            await (self._sleep() if flight is None else flight.landed.wait())
+        return first
+
+    async def _sleep(self) -> None:
+        """Wait before another look for what another process has in flight: there is nothing to hear of it."""
+        pause = self._pause * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, not a secret
+        self._pause = min(self._pause * 2, 0.5)
+        await asyncio.sleep(pause)
 
 
 def _differ(first: Intent, second: Intent) -> bool:

@@ -27,6 +27,7 @@ class EventKind(enum.Enum):
     COMMITTED = "committed"
     RELEASED = "released"
     DUPLICATE = "duplicate"
+    REPEAT = "repeat"
     IN_FLIGHT = "in_flight"
     MISMATCH = "mismatch"
     MISSING = "missing"

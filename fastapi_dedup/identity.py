@@ -28,6 +28,7 @@ __all__ = [
     "legal",
     "lookup",
     "principal",
+    "required",
     "resolve",
 ]
 
@@ -62,6 +63,19 @@ def legal(value: object, *, field: str) -> str | None:
         raise InvalidLogicalIdError(field, f"it has {len(text)} characters, and {MAX_LENGTH} are allowed")
     if _ILLEGAL.search(text):
         raise InvalidLogicalIdError(field, "it holds a control character or a lone surrogate")
+    return text
+
+
+def required(value: object, *, field: str) -> str:
+    """Return a value as a logical id.
+
+    Raises:
+        MissingLogicalIdError: The value is missing.
+        InvalidLogicalIdError: The value is there and cannot be an id.
+    """
+    text = legal(value, field=field)
+    if text is None:
+        raise MissingLogicalIdError(field)
     return text
 
 

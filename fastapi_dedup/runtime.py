@@ -9,19 +9,20 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sqlalchemy import MetaData
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
+from fastapi_dedup.blocks import Blocks
 from fastapi_dedup.claims import DEFAULT_WINDOW, Claim, Intent, Lease, positive
 from fastapi_dedup.core import Delivery, settled
-from fastapi_dedup.errors import ConfigurationError, MissingLogicalIdError
+from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.flights import Flights
 from fastapi_dedup.guard import GenerationalGuard
 from fastapi_dedup.identities import Identities
-from fastapi_dedup.identity import legal
+from fastapi_dedup.identity import required
 from fastapi_dedup.leases import LeasedStore, LeasedTransaction
 from fastapi_dedup.messaging.handler import MessageHandler
 from fastapi_dedup.policy import Policy
@@ -29,9 +30,10 @@ from fastapi_dedup.reaper import Reaper
 from fastapi_dedup.refusals import error_of
 from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE, bound
 from fastapi_dedup.stores.memory import Memories, MemoryTransaction, window_of
-from fastapi_dedup.stores.sql import DEFAULT_TABLE, SqlStore, claims_table
+from fastapi_dedup.stores.sql import SqlStore
 from fastapi_dedup.stores.startup import prepare
 from fastapi_dedup.stores.transactions import BorrowedTransaction, OwnTransaction
+from fastapi_dedup.tables import DEFAULT_TABLE, claims_table
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -46,8 +48,10 @@ __all__ = ["Dedup"]
 
 logger = logging.getLogger("fastapi_dedup")
 
+D = TypeVar("D", bound=Delivery)
 
-class Dedup:
+
+class Dedup(Blocks):
     """The runtime: where claims live, how long they count, and who hears of them.
 
     One `Dedup` serves one database. `DedupMiddleware` starts and stops it with the app; scripts and workers
@@ -274,8 +278,11 @@ class Dedup:
 
     def delivery(self) -> Delivery:
         """Return a new delivery, with a transaction of its own that opens when it is used."""
+        return self._delivery_of(Delivery)
+
+    def _delivery_of(self, kind: type[D]) -> D:
         own = OwnTransaction(self._open_session)
-        return Delivery(self._store, own, flights=self._flights, hooks=self._hooks, guard=self._guard)
+        return kind(self._store, own, flights=self._flights, hooks=self._hooks, guard=self._guard)
 
     def place(
         self, policy: Policy, intent: Intent, transaction: Enclosing, delivery: Delivery
@@ -361,9 +368,7 @@ class Dedup:
             StoreUnavailableError: The database did not answer.
             ClaimLostError: The lease ran out, and another delivery has taken the id: nothing is committed.
         """
-        legal_id = legal(logical_id, field="logical_id")
-        if legal_id is None:
-            raise MissingLogicalIdError("logical_id")
+        legal_id = required(logical_id, field="logical_id")
         if window is not None:
             positive("window", window)
         wait = positive("wait_timeout", wait_timeout) if in_flight == "wait" else None

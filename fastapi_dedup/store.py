@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fastapi_dedup.claims import Fate, Intent, Outcome, Receipt
 
-__all__ = ["Enclosing", "Leases", "Store", "Transaction"]
+__all__ = ["BatchStore", "Enclosing", "Leases", "Store", "Transaction"]
 
 
 class Transaction(Protocol):
@@ -90,6 +90,24 @@ class Store(Protocol[Tx_contra]):
 
     async def release(self, intent: Intent, receipt: Receipt) -> bool:
         """Delete a committed claim in a transaction of its own, if it still is the receipt's."""
+
+
+class BatchStore(Store[Tx_contra], Protocol[Tx_contra]):
+    """A store that can do for many ids at once what `Store` does for one."""
+
+    async def claim_many(self, intents: Sequence[Intent], transaction: Tx_contra) -> dict[bytes, Outcome]:
+        """Take ids that differ, under one token, and return what came of each by its key.
+
+        All are of one scope and window. `Transaction.watch` must be called once, for all that were claimed.
+        """
+
+    async def withdraw_many(
+        self, intents: Sequence[Intent], receipt: Receipt, transaction: Tx_contra
+    ) -> None:
+        """Delete claims of one batch inside the transaction that made them."""
+
+    async def release_many(self, intents: Sequence[Intent], receipt: Receipt) -> None:
+        """Delete committed claims of one batch in a transaction of its own."""
 
 
 class Leases(Protocol):

@@ -12,11 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
-from sqlalchemy import Column, DateTime, Index, LargeBinary, MetaData, Table, Text, exc, inspect
-from sqlalchemy.dialects import mssql, mysql, oracle
+from sqlalchemy import Table, exc, inspect
 
 from fastapi_dedup.claims import Claimed
 from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.stores.batches.in_order import InOrder
 from fastapi_dedup.stores.dialects.generic import Generic
 from fastapi_dedup.stores.dialects.mysql import MySQL
 from fastapi_dedup.stores.dialects.postgresql import PostgreSQL
@@ -24,73 +24,19 @@ from fastapi_dedup.stores.dialects.sqlite import SQLite
 from fastapi_dedup.stores.leases import SqlLeases
 from fastapi_dedup.stores.promises import Promise
 from fastapi_dedup.stores.transactions import note_failures, store_errors
+from fastapi_dedup.tables import additions
 
 if TYPE_CHECKING:
-    from datetime import datetime, timedelta
+    from collections.abc import Sequence
+    from datetime import timedelta
 
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
-    from sqlalchemy.types import TypeEngine
 
     from fastapi_dedup.claims import Intent, Outcome, Receipt
     from fastapi_dedup.stores.transactions import SessionTransaction
 
-__all__ = ["DEFAULT_TABLE", "SqlStore", "claims_table"]
-
-DEFAULT_TABLE = "dedup_claims"
-
-
-def claims_table(metadata: MetaData, *, name: str = DEFAULT_TABLE, schema: str | None = None) -> Table:
-    """Add the table of claims to a `MetaData`, your app's own for migrations, and return it.
-
-    Args:
-        metadata: Where to add it.
-        name: The table's name.
-        schema: The schema that it is in; None is the connection's default.
-    """
-    return Table(
-        name,
-        metadata,
-        Column("key", _binary(32), primary_key=True, comment="SHA-256 of scope and logical id"),
-        Column("scope", _legible(), nullable=False, comment="legible scope"),
-        Column("logical_id", _legible(), nullable=False, comment="legible id"),
-        Column("token", _binary(16), nullable=False, comment="who may release the claim"),
-        Column("fingerprint", _binary(32), nullable=True, comment="digest of the payload"),
-        Column("claimed_at", _moment(), nullable=False),
-        Column("expires_at", _moment(), nullable=False, comment="when the claim stops counting"),
-        Column("leased_until", _moment(), nullable=True, comment="the work is not done; null: it is"),
-        Index(f"ix_{name}_expires_at", "expires_at"),
-        schema=schema,
-        mysql_engine="InnoDB",
-        mysql_charset="utf8mb4",
-        mariadb_engine="InnoDB",
-        mariadb_charset="utf8mb4",
-    )
-
-
-def _binary(length: int) -> TypeEngine[bytes]:
-    """Return a type for bytes; fixed in length where only that can be a key."""
-    return (
-        LargeBinary(length)
-        .with_variant(mysql.BINARY(length), "mysql", "mariadb")
-        .with_variant(mssql.BINARY(length), "mssql")
-        .with_variant(oracle.RAW(length), "oracle")
-    )
-
-
-def _legible() -> TypeEngine[str]:
-    """Return a type for text in any language."""
-    return Text().with_variant(mssql.NVARCHAR(), "mssql")
-
-
-def _moment() -> TypeEngine[datetime]:
-    """Return a type for a moment, to the microsecond."""
-    return (
-        DateTime(timezone=True)
-        .with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
-        .with_variant(mssql.DATETIMEOFFSET(6), "mssql")  # type: ignore[no-untyped-call]
-        .with_variant(oracle.TIMESTAMP(timezone=True), "oracle")
-    )
+__all__ = ["SqlStore"]
 
 
 class Dialect(Protocol):
@@ -166,6 +112,7 @@ class SqlStore:
         self._engines: WeakSet[Engine] = WeakSet()
         self._table = table
         self._dialect: Dialect = (own or Generic)(table, engine.dialect)
+        self._batches = InOrder(self._dialect)
         self._adopt(engine.sync_engine)
         self.keeps = self._dialect.keeps
         self.sees_in_flight = Promise.SEES_TWINS_ELSEWHERE in self.keeps
@@ -180,17 +127,48 @@ class SqlStore:
         outcome = await transaction.run(partial(self._claim, intent=intent, token=token))
         if isinstance(outcome, Claimed):
             transaction.carry(
-                partial(self._dialect.holds, key=intent.key, token=token),
+                lambda connection: (
+                    intent.key in transaction.withdrawn or self._dialect.holds(connection, intent.key, token)
+                ),
                 lambda connection: isinstance(self._dialect.claim(connection, intent, token), Claimed),
             )
         return outcome
 
     def _claim(self, connection: Connection, intent: Intent, token: bytes) -> Outcome:
+        self._receive(connection)
+        return self._dialect.claim(connection, intent, token)
+
+    async def claim_many(
+        self, intents: Sequence[Intent], transaction: SessionTransaction
+    ) -> dict[bytes, Outcome]:
+        """Take the ids inside the transaction, in the order of their keys, and leave it usable."""
+        token = os.urandom(16)
+        outcomes = await transaction.run(partial(self._claim_many, intents=intents, token=token))
+        claimed = {key for key, outcome in outcomes.items() if isinstance(outcome, Claimed)}
+
+        def hold(connection: Connection) -> bool:
+            return self._batches.hold(connection, claimed - transaction.withdrawn, token)
+
+        def retake(connection: Connection) -> bool:
+            still = [intent for intent in intents if intent.key in claimed - transaction.withdrawn]
+            again = self._batches.claim(connection, still, token)
+            return all(isinstance(outcome, Claimed) for outcome in again.values())
+
+        transaction.carry(hold, retake)
+        return outcomes
+
+    def _claim_many(
+        self, connection: Connection, intents: Sequence[Intent], token: bytes
+    ) -> dict[bytes, Outcome]:
+        self._receive(connection)
+        return self._batches.claim(connection, intents, token)
+
+    def _receive(self, connection: Connection) -> None:
+        """Prepare a connection that claims are about to ride on, or refuse it."""
         if connection.engine not in self._engines:
             self._must_be_ours(connection)
             self._adopt(connection.engine)
         _refuse_autocommit(connection)
-        return self._dialect.claim(connection, intent, token)
 
     def _adopt(self, engine: Engine) -> None:
         note_failures(engine)
@@ -208,6 +186,22 @@ class SqlStore:
     async def withdraw(self, intent: Intent, receipt: Receipt, transaction: SessionTransaction) -> None:
         """Delete a claim inside the transaction that made it."""
         await transaction.run(partial(self._dialect.release, key=intent.key, token=receipt.token))
+        transaction.withdrawn.add(intent.key)
+
+    async def withdraw_many(
+        self, intents: Sequence[Intent], receipt: Receipt, transaction: SessionTransaction
+    ) -> None:
+        """Delete claims of one batch inside the transaction that made them."""
+        keys = [intent.key for intent in intents]
+        await transaction.run(partial(self._batches.release, keys=keys, token=receipt.token))
+        transaction.withdrawn.update(keys)
+
+    async def release_many(self, intents: Sequence[Intent], receipt: Receipt) -> None:
+        """Delete committed claims of one batch in a transaction of its own."""
+        keys = [intent.key for intent in intents]
+        with store_errors():
+            async with self._engine.begin() as connection:
+                await connection.run_sync(self._batches.release, keys, receipt.token)
 
     async def release(self, intent: Intent, receipt: Receipt | None) -> bool:
         """Delete a committed claim in a transaction of its own; None instead of a receipt: whoever's."""
@@ -241,7 +235,7 @@ class SqlStore:
         connection.commit()
 
     async def missing(self) -> list[str] | None:
-        """Return the columns that an older table lacks; None where there is no table at all."""
+        """Return the statements that add what an older table lacks; None where there is no table at all."""
         with store_errors():
             async with self._engine.connect() as connection:
                 return await connection.run_sync(self._missing)
@@ -251,8 +245,7 @@ class SqlStore:
             columns = inspect(connection).get_columns(self._table.name, schema=self._table.schema)
         except exc.NoSuchTableError:
             return None
-        present = {column["name"] for column in columns}
-        return [column.name for column in self._table.columns if column.name not in present]
+        return additions(self._table, {column["name"] for column in columns}, connection.dialect)
 
     async def verify(self) -> None:
         """Try out a database that the dialect does not know.

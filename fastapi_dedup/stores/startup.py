@@ -53,10 +53,9 @@ def _must_be_there(store: SqlStore, missing: list[str] | None) -> None:
         raise ConfigurationError(msg)
     if missing:
         msg = (
-            f"the table {store.table!r} in {store.where} is an earlier release's and has no "
-            f"{', '.join(missing)}: "
-            "add what is missing with a migration. It may be null, so earlier releases go on working"
-        )
+            f"the table {store.table!r} in {store.where} is an earlier release's. Add what it lacks, with a "
+            "migration or by hand (it may be null, so that earlier releases go on working):\n"
+        ) + "\n".join(missing)
         raise ConfigurationError(msg)
 
 

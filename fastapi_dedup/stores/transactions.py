@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from sqlalchemy import event, exc
@@ -236,6 +237,11 @@ class SessionTransaction(ABC):
     def idle(self) -> bool:
         """Whether it holds no connection just now."""
         return not self._session().in_transaction()
+
+    @cached_property
+    def withdrawn(self) -> set[bytes]:
+        """The keys of claims that were deleted in it again: nobody is to miss them, nor to take them anew."""
+        return set()
 
     async def run(self, work: Callable[[Connection], T]) -> T:
         """Run synchronous SQL on the connection of the session's transaction.

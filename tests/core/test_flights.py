@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
+
+import pytest
 
 from fastapi_dedup.claims import InFlight, Mismatch
-from fastapi_dedup.flights import Flights
+from fastapi_dedup.flights import Flight, Flights
 from tests.core.doubles import intent
 
 
@@ -61,43 +62,182 @@ def test_a_neighbour_is_a_mismatch_only_when_it_holds_the_id_for_another_payload
     assert flights.seen_from(intent()) == InFlight()
 
 
-async def test_who_waits_for_a_neighbour_is_woken_by_its_landing() -> None:
-    flights = Flights()
-    flight = flights.depart(intent())
-    assert flight is not None
+# Waiting in line
+
+
+class Line:
+    """Some who wait for one id, in the order in which they came, and who has been told to look."""
+
+    def __init__(self, flights: Flights, number: int, at_most: float = 60) -> None:
+        self.flights = flights
+        self.looks: list[int] = []
+        self.outcomes: list[str] = []
+        self.look = asyncio.Semaphore(0)
+        self.tasks = [asyncio.create_task(self._wait(place, at_most)) for place in range(number)]
+
+    async def _wait(self, number: int, at_most: float) -> None:
+        with self.flights.line(intent()) as place:
+            while True:
+                await place.turn(at_most=at_most)
+                self.looks.append(number)
+                await self.look.acquire()
+                outcome = self.outcomes.pop(0)
+                place.told = outcome == "an outcome"
+                if outcome != "not yet":
+                    return
+
+    async def answer(self, *outcomes: str) -> None:
+        """Let so many looks be answered: `an outcome`, `not yet`, or `time is up`."""
+        self.outcomes += outcomes
+        for _ in outcomes:
+            self.look.release()
+        await settle()
+
+    async def looked(self, times: int) -> None:
+        """Wait until those in line have looked so many times, which takes a pause or two."""
+        async with asyncio.timeout(5):
+            while len(self.looks) < times:  # noqa: ASYNC110 - the pauses are what is waited for
+                await asyncio.sleep(0.005)
+
+
+async def settle() -> None:
+    """Let everything run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def held(flights: Flights) -> Flight:
+    flight = flights.overtake(intent())
     flight.held = True
-    waiters = [asyncio.create_task(flights.landing(intent(), pause=60, at_most=60)) for _ in range(100)]
-    await asyncio.sleep(0)
+    return flight
+
+
+async def test_when_a_neighbour_lands_the_first_in_line_looks_and_nobody_else() -> None:
+    flights = Flights()
+    flight = held(flights)
+    line = Line(flights, 100)
+    await settle()
+    assert line.looks == []
     flights.land(flight)
-    async with asyncio.timeout(1):
-        await asyncio.gather(*waiters)
+    await settle()
+    assert line.looks == [0]
+    for task in line.tasks:
+        task.cancel()
+
+
+async def test_an_outcome_that_the_first_has_learnt_is_news_to_all_the_others() -> None:
+    flights = Flights()
+    flight = held(flights)
+    line = Line(flights, 100)
+    await settle()
+    flights.land(flight)
+    await settle()
+    await line.answer("an outcome")
+    assert sorted(line.looks) == [*range(100)]
+    await line.answer(*["an outcome"] * 99)
+    await asyncio.gather(*line.tasks)
+    assert flights._lines == {}
+
+
+async def test_who_is_first_and_takes_the_id_leaves_the_others_in_line() -> None:
+    # case F1, and of 100 who wait, one asks the database when the owner has failed
+    flights = Flights()
+    flight = held(flights)
+    line = Line(flights, 100)
+    await settle()
+    for runner in range(3):
+        flights.land(flight)
+        await settle()
+        assert line.looks == [*range(runner + 1)]
+        flight = held(flights)  # the look has given it the id
+        await line.answer("an outcome")
+    assert line.looks == [0, 1, 2]
+    flights.land(flight)
+    await settle()
+    await line.answer("an outcome")
+    assert sorted(line.looks) == [*range(100)]
+    await line.answer(*["an outcome"] * 99)
+    await asyncio.gather(*line.tasks)
+
+
+async def test_for_another_process_only_the_first_looks_again_and_again() -> None:
+    flights = Flights()
+    line = Line(flights, 50)
+    for look in range(1, 4):
+        await line.looked(look)
+        await line.answer("not yet")
+    await line.looked(4)
+    assert line.looks == [0, 0, 0, 0]
+    await line.answer("an outcome")
+    await line.answer(*["an outcome"] * 49)
+    await asyncio.gather(*line.tasks)
+
+
+@pytest.mark.parametrize("how", ["its time is up", "it is cancelled"])
+async def test_when_the_first_leaves_without_an_outcome_the_next_takes_its_place(how: str) -> None:
+    flights = Flights()
+    flight = held(flights)
+    line = Line(flights, 3)
+    await settle()
+    if how == "it is cancelled":
+        line.tasks[0].cancel()
+        await settle()
+        assert line.looks == []
+        flights.land(flight)
+        await settle()
+        assert line.looks == [1]
+    else:
+        flights.land(flight)
+        await settle()
+        flight = held(flights)
+        await line.answer("time is up")
+        assert line.looks == [0]
+        flights.land(flight)
+        await settle()
+        assert line.looks == [0, 1]
+    await line.answer("an outcome")
+    await line.answer("an outcome")
+    await asyncio.wait(line.tasks)
+    assert flights._lines == {}
+
+
+async def test_who_leaves_from_within_the_line_changes_nothing_for_the_others() -> None:
+    flights = Flights()
+    flight = held(flights)
+    line = Line(flights, 3)
+    await settle()
+    line.tasks[1].cancel()
+    await settle()
+    assert line.looks == []
+    flights.land(flight)
+    await settle()
+    assert line.looks == [0]
+    await line.answer("an outcome", "an outcome")
+    await asyncio.wait(line.tasks)
+    assert line.looks == [0, 2]
 
 
 async def test_a_wait_ends_at_the_latest_when_it_was_told_to() -> None:
     flights = Flights()
-    flight = flights.depart(intent())
-    assert flight is not None
-    for held, pause, at_most in ((True, 60.0, 0.02), (False, 0.02, 60.0)):
-        flight.held = held  # a flight that only asks for the id may be refused: look again soon
-        began = time.monotonic()
-        await flights.landing(intent(), pause=pause, at_most=at_most)
-        assert time.monotonic() - began < 5
-    await flights.landing(intent("elsewhere"), pause=0.02, at_most=60)
+    held(flights)
+    line = Line(flights, 2, at_most=0.02)
+    await line.looked(2)
+    await line.answer("time is up", "time is up")
+    await asyncio.gather(*line.tasks)
+    assert flights._lines == {}
 
 
-async def test_a_wait_that_is_cancelled_wakes_nobody_else() -> None:
+async def test_lines_for_different_ids_know_nothing_of_each_other() -> None:
     flights = Flights()
-    flight = flights.depart(intent())
-    assert flight is not None
-    flight.held = True
-    one, two = (asyncio.create_task(flights.landing(intent(), pause=60, at_most=60)) for _ in range(2))
-    await asyncio.sleep(0)
-    one.cancel()
-    await asyncio.wait([one])
-    assert one.cancelled()
-    assert not two.done()
+    flight = held(flights)
+    line = Line(flights, 1)
+    with flights.line(intent("other")) as place:
+        await place.turn(at_most=60)  # in flight elsewhere: a pause, and a look
+    assert line.looks == []
     flights.land(flight)
-    await two
+    await settle()
+    await line.answer("an outcome")
+    await asyncio.gather(*line.tasks)
 
 
 async def test_what_is_left_to_do_in_the_background_can_be_waited_for() -> None:

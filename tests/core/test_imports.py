@@ -14,6 +14,8 @@ import fastapi_dedup
 
 PACKAGE = Path(fastapi_dedup.__file__).parent
 CORE = (
+    "batch_delivery",
+    "batches",
     "cancellation",
     "claims",
     "core",
@@ -22,6 +24,7 @@ CORE = (
     "fingerprint",
     "flights",
     "guard",
+    "held",
     "hooks",
     "identities",
     "identity",
@@ -94,20 +97,32 @@ def test_no_module_of_the_core_names_a_framework_or_a_database_even_for_types() 
 
 
 def test_stores_know_no_door() -> None:
-    doors = ("http", "messaging", "grpc", "cli", "runtime")
+    doors = ("http", "messaging", "grpc", "cli", "blocks", "runtime")
     forbidden = (*(f"fastapi_dedup.{door}" for door in doors), "fastapi", "starlette", "fastapi_dedup.Dedup")
     assert offenders("stores", forbidden) == []
 
 
 def test_the_core_knows_no_store_and_no_door() -> None:
     above = tuple(
-        f"fastapi_dedup.{name}" for name in ("stores", "http", "messaging", "grpc", "cli", "runtime")
+        f"fastapi_dedup.{name}"
+        for name in ("stores", "http", "messaging", "grpc", "cli", "blocks", "runtime")
     )
     assert [one for module in CORE for one in offenders(module, above)] == []
 
 
 def test_every_module_is_of_the_core_or_known_to_stand_above_it() -> None:
-    above = {"__init__", "runtime", "testing", "cli", "grpc", "http", "messaging", "stores"}
+    above = {
+        "__init__",
+        "blocks",
+        "runtime",
+        "tables",
+        "testing",
+        "cli",
+        "grpc",
+        "http",
+        "messaging",
+        "stores",
+    }
     there = {
         path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }

@@ -17,13 +17,14 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 import fastapi_dedup
 from fastapi_dedup import Claim, Dedup, DedupMiddleware, errors
+from fastapi_dedup.batches import Batch, BatchOutcome, Entry
 from fastapi_dedup.guard import GenerationalGuard
 from fastapi_dedup.hooks import Event, EventKind
 from fastapi_dedup.http.problems import KINDS, answer_to
 from fastapi_dedup.messaging.envelope import Envelope
 from fastapi_dedup.messaging.handler import Result
 from fastapi_dedup.policy import Policy, failure_status
-from fastapi_dedup.stores.sql import claims_table
+from fastapi_dedup.tables import claims_table
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors_of, code, name_of, prose_of, table_of
 
 REFERENCE = DOCS / "reference"
@@ -133,6 +134,10 @@ def test_the_options_of_a_claim() -> None:
     assert options_told("dedup.md", "## dedup.claim") == options_of(Dedup.claim)
 
 
+def test_the_options_of_a_batch() -> None:
+    assert options_told("dedup.md", "## dedup.claim_many") == options_of(Dedup.claim_many)
+
+
 def test_the_options_of_the_middleware() -> None:
     assert options_told("middleware.md", "## Options") == options_of(DedupMiddleware)
 
@@ -140,10 +145,10 @@ def test_the_options_of_the_middleware() -> None:
 def test_the_members_of_dedup() -> None:
     rows = table_of(REFERENCE / "dedup.md", "## Members")
     told = {re.findall(r"\w+", code(row[0]).removeprefix("await "))[0] for row in rows}
-    public = {name for name in vars(Dedup("sqlite:///x.db")) | vars(Dedup) if not name.startswith("_")}
-    # These are for the doors, `claim` has a table of its own, and `window` is an option.
+    public = {name for name in dir(Dedup("sqlite:///x.db")) if not name.startswith("_")}
+    # These are for the doors, the two that claim have tables of their own, and `window` is an option.
     for_doors = {"delivery", "intent", "place", "prepare", "required_of"}
-    assert told == public - for_doors - {"claim", "window"}
+    assert told == public - for_doors - {"claim", "claim_many", "window"}
 
 
 # Values
@@ -156,6 +161,17 @@ def attributes_told(page: str, heading: str) -> list[str]:
 def test_the_attributes_of_a_claim() -> None:
     public = [field.name for field in dataclasses.fields(Claim) if not field.name.startswith("_")]
     assert attributes_told("policy.md", "## Claim") == [*public, "session"]
+
+
+def test_the_members_of_a_batch_its_entries_and_outcomes() -> None:
+    transaction: Any = None
+    batch: Batch[str] = Batch([], transaction)
+    public = {name for name in dir(batch) if not name.startswith("_")} | {*vars(batch)}
+    assert {re.findall(r"\w+", name)[0] for name in attributes_told("batches.md", "## Batch")} == {
+        name for name in public if not name.startswith("_")
+    }
+    assert attributes_told("batches.md", "## Entry") == [each.name for each in dataclasses.fields(Entry)]
+    assert attributes_told("batches.md", "## BatchOutcome") == [each.value for each in BatchOutcome]
 
 
 def test_the_attributes_of_an_event_and_its_kinds() -> None:

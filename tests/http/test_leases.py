@@ -14,6 +14,7 @@ from sqlalchemy.pool import QueuePool
 
 from fastapi_dedup import Claim, Dedup, Deduplicated, DedupMiddleware, RequestSession
 from fastapi_dedup.claims import InFlight, Lease
+from fastapi_dedup.flights import Place
 from fastapi_dedup.guard import GenerationalGuard
 from tests.http.world import KEY, Statements, World, add, client, session_of
 from tests.live import until
@@ -194,14 +195,13 @@ async def test_it_waits_for_a_leased_twin_without_a_connection(
 ) -> None:
     app = world.app()
     at_work, go, all_wait = asyncio.Event(), asyncio.Event(), asyncio.Barrier(21)
-    flights = world.dedup._flights
-    landing = flights.landing
+    turn = Place.turn
 
-    async def landing_of_all(*args: Any, **options: Any) -> None:
+    async def turn_of_all(place: Place, *, at_most: float) -> None:
         await all_wait.wait()
-        await landing(*args, **options)
+        await turn(place, at_most=at_most)
 
-    monkeypatch.setattr(flights, "landing", landing_of_all)
+    monkeypatch.setattr(Place, "turn", turn_of_all)
 
     async def order(session: RequestSession) -> None:
         at_work.set()

@@ -141,24 +141,6 @@ async def test_when_the_first_succeeds_all_its_waiters_are_duplicates(
         assert shop.gate.visits == 1
 
 
-# DESIGN.md §4.5
-@pytest.mark.parametrize("backend", BACKENDS)
-async def test_50_waiters_on_a_pool_of_5_hold_no_connection(
-    backend: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    async with served(url_of(backend, request, tmp_path), pool_size=5) as shop:
-        a = order(shop.url, "/waiting")
-        at_work = await shop.gate.visitor()
-        waiters = await waiters_of(shop, WAITERS)
-
-        assert checked_out(shop.shop.engine) == 1  # the first one's
-        assert (await call(shop.url, "GET", "/ping")).status == 200
-
-        await at_work.answer("go")
-        await asyncio.gather(a, *waiters)
-        assert checked_out(shop.shop.engine) == 0
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_waiter_whose_time_is_up_is_told_not_yet(
     backend: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -37,6 +37,7 @@ class Hands:
         set_clock: Sets the clock of one connection; None where the driver must do it.
         late: Makes a table whose foreign key is looked at by COMMIT; None where there is no such thing.
         strict: What a new connection needs to be told before it checks foreign keys.
+        deadlocks: Counts the deadlocks that the database has met; None where it has none.
         tables: Returns what tells our tables from others of their names; None where that costs more than
             making new ones.
     """
@@ -70,6 +71,7 @@ class Hands:
         "create table late (order_id integer references orders (id) deferrable initially deferred)"
     )
     strict: str | None = None
+    deadlocks: str | None = None
     tables: str | None = None
 
 
@@ -104,6 +106,7 @@ _POSTGRESQL = Hands(
         "alter database {database} set search_path = public, stopped, pg_catalog",
     ),
     start_clock=("drop schema stopped cascade", "alter database {database} reset search_path"),
+    deadlocks="select deadlocks from pg_stat_database where datname = current_database()",
     tables="select concat(to_regclass('orders')::oid, ' ', to_regclass('dedup_claims')::oid)",
 )
 

@@ -22,7 +22,8 @@ from fastapi_dedup import Claim, ConfigurationError, Dedup, StoreUnavailableErro
 from fastapi_dedup.claims import Duplicate, InFlight, Lease
 from fastapi_dedup.stores.codes import Kind, kind
 from fastapi_dedup.stores.dialects.generic import Generic
-from fastapi_dedup.stores.sql import SqlStore, claims_table
+from fastapi_dedup.stores.sql import SqlStore
+from fastapi_dedup.tables import claims_table
 from tests.databases import engine_on
 from tests.stores.promises import BACKENDS, Promise
 from tests.stores.worlds import SOON, World, intent

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.claims import Duplicate, Intent, Mismatch, Outcome
 
-__all__ = ["MySQL"]
+__all__ = ["MySQL", "answer_of", "server_of", "utc"]
 
 _NAMED_LOCKS = "fastapi_dedup.locks"
+_RELEASED_AT_ONCE = 1000
 _LOOKS = 5
 """How often to look again. Each further look needs another release or reaping in between."""
 
@@ -129,8 +130,19 @@ def _has_snapshots(version: tuple[int, ...]) -> bool:
     return version >= (11, 4, 2) or (10, 11, 8) <= version < (11,) or (10, 6, 18) <= version < (10, 7)
 
 
+def server_of(dialect: Any) -> Mapping[str, str]:
+    """Return what a kind of server says otherwise than another. Which it is, is known once connected."""
+    if not dialect.is_mariadb:
+        return _MYSQL
+    return _MARIADB_WITH_SNAPSHOTS if _has_snapshots(dialect.server_version_info) else _MARIADB
+
+
 class MySQL:
-    """The statements of MariaDB and MySQL."""
+    """The statements of MariaDB and MySQL.
+
+    Attributes:
+        table: The table's name, quoted where that is needed.
+    """
 
     keeps = frozenset(Promise) - {Promise.FREE_WITH_SAVEPOINT}
 
@@ -144,13 +156,13 @@ class MySQL:
         self._release = text(_RELEASE.format(table=name))
         self._expired = text(_EXPIRED.format(table=name))
         self._delete = text(_DELETE.format(table=name))
-        self._table = name
+        self.table = name
 
     def claim(self, connection: Connection, intent: Intent, token: bytes) -> Outcome:
         """Take the id, or say why not."""
         statements = self._claiming or self._claiming_on(connection.dialect)
         lock = self._lock(connection, statements.lock, intent.key)
-        if lock.claimed_at is not None and (seen := _answer(lock, intent)) is not None:
+        if lock.claimed_at is not None and (seen := answer_of(lock, intent)) is not None:
             return seen
         if not lock.free:
             return InFlight()
@@ -165,7 +177,7 @@ class MySQL:
                 "expires_at": lock.at + intent.term,
                 "leased_until": None if intent.lease is None else lock.at + intent.lease.length,
             }
-            receipt = Receipt(token, _utc(lock.at), _utc(lock.at + intent.term))
+            receipt = Receipt(token, utc(lock.at), utc(lock.at + intent.term))
             try:
                 connection.execute(statements.insert, values)
             except exc.IntegrityError as error:
@@ -178,7 +190,7 @@ class MySQL:
                     continue  # a release or the reaper was quicker
             else:
                 return Claimed(receipt)
-            if (answer := _answer(found, intent)) is not None:
+            if (answer := answer_of(found, intent)) is not None:
                 return answer
             connection.execute(statements.take_over, values)
             return Claimed(receipt)
@@ -187,7 +199,7 @@ class MySQL:
     def look(self, connection: Connection, intent: Intent) -> Duplicate | InFlight | Mismatch | None:
         """Return what a committed, unexpired claim answers; None where there is none."""
         row = connection.execute(self._look, {"key": intent.key}).one_or_none()
-        return None if row is None else _answer(row, intent)
+        return None if row is None else answer_of(row, intent)
 
     def holds(self, connection: Connection, key: bytes, token: bytes) -> bool:
         """Tell whether the token's claim is there, by the view of the connection's transaction."""
@@ -232,35 +244,30 @@ class MySQL:
 
     def serialize_creation(self, connection: Connection) -> bool:
         """Wait for other processes that are creating the table, or be the one that others wait for."""
-        name = self._lock_name(connection, b"create")
+        name = self.lock_of(connection, b"create")
         connection.execute(text("SELECT GET_LOCK(:name, 30)"), {"name": name}).scalar_one()
-        _note(connection, name)
+        self.note(connection, name)
         return True
 
     def _claiming_on(self, dialect: Any) -> _Claiming:
-        """Choose the statements of a claim; what server it is, is known since the engine has connected."""
-        server = _MARIADB if dialect.is_mariadb else _MYSQL
-        if dialect.is_mariadb and _has_snapshots(dialect.server_version_info):
-            server = _MARIADB_WITH_SNAPSHOTS
-        self._claiming = _Claiming.on(server, self._table)
+        self._claiming = _Claiming.on(server_of(dialect), self.table)
         return self._claiming
 
     def _lock(self, connection: Connection, statement: TextClause, key: bytes) -> Row[Any]:
-        name = self._lock_name(connection, key)
+        name = self.lock_of(connection, key)
         row = connection.execute(statement, {"name": name, "key": key}).one()
         if row.free:
-            _note(connection, name)
+            self.note(connection, name)
         return row
 
-    def _lock_name(self, connection: Connection, key: bytes) -> str:
+    def lock_of(self, connection: Connection, key: bytes) -> str:
         """Return the name of a lock. Names are the server's, and its other databases have such tables too."""
-        where = f"{connection.engine.url.database} {self._table} ".encode()
+        where = f"{connection.engine.url.database} {self.table} ".encode()
         return hashlib.sha256(where + key).hexdigest()[:60]
 
-
-def _note(connection: Connection, name: str) -> None:
-    """Note a lock on its connection; it is given back when the connection comes home to its pool."""
-    connection.info.setdefault(_NAMED_LOCKS, []).append(name)
+    def note(self, connection: Connection, *names: str) -> None:
+        """Note locks on their connection; they are given back when it comes home to its pool."""
+        connection.info.setdefault(_NAMED_LOCKS, []).extend(names)
 
 
 def _give_back(driver_connection: Any, record: Any, state: Any) -> None:
@@ -268,23 +275,26 @@ def _give_back(driver_connection: Any, record: Any, state: Any) -> None:
     if not names or state.terminate_only:
         return  # the server frees the locks of a connection that ends
     cursor = driver_connection.cursor()
-    for name in names:
-        cursor.execute("DO RELEASE_LOCK(%s)", (name,))
+    for start in range(0, len(names), _RELEASED_AT_ONCE):
+        some = names[start : start + _RELEASED_AT_ONCE]
+        cursor.execute(f"DO {', '.join(['RELEASE_LOCK(%s)'] * len(some))}", tuple(some))
     cursor.close()
 
 
-def _answer(row: Row[Any], intent: Intent) -> Duplicate | InFlight | Mismatch | None:
+def answer_of(row: Row[Any], intent: Intent) -> Duplicate | InFlight | Mismatch | None:
+    """Return what a row that was found answers; None where its window is over."""
     return verdict(
         intent,
-        claimed_at=_utc(row.claimed_at),
-        expires_at=_utc(row.expires_at),
-        leased_until=None if row.leased_until is None else _utc(row.leased_until),
+        claimed_at=utc(row.claimed_at),
+        expires_at=utc(row.expires_at),
+        leased_until=None if row.leased_until is None else utc(row.leased_until),
         fingerprint=row.fingerprint,
-        now=_utc(row.at),
+        now=utc(row.at),
     )
 
 
-def _utc(stored: datetime) -> datetime:
+def utc(stored: datetime) -> datetime:
+    """Return a moment as it is stored, with its zone."""
     return stored.replace(tzinfo=UTC)
 
 

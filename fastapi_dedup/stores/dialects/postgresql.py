@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.claims import Duplicate, Intent, Mismatch, Outcome
 
-__all__ = ["PostgreSQL"]
+__all__ = ["LOOKS", "SERIALIZATION_FAILURE", "PostgreSQL", "answer_of", "receipt_of"]
 
-_SERIALIZATION_FAILURE = "40001"
-_LOOKS = 5
+SERIALIZATION_FAILURE = "40001"
+LOOKS = 5
 """How often to look again. Each further look needs another commit, rollback or reaping in between."""
 
 # The final SELECT reads the statement's snapshot, which the winner's COMMIT may postdate: then the row shows
@@ -141,12 +141,16 @@ class _Statement:
 
 
 class PostgreSQL:
-    """The statements of PostgreSQL."""
+    """The statements of PostgreSQL.
+
+    Attributes:
+        table: The table's name, quoted where that is needed.
+    """
 
     keeps = frozenset(Promise)
 
     def __init__(self, table: Table, dialect: Dialect) -> None:
-        name = dialect.identifier_preparer.format_table(table)
+        name = self.table = dialect.identifier_preparer.format_table(table)
         self._claim = _Statement(_CLAIM, name, dialect)
         self._take_over = _Statement(_TAKE_OVER, name, dialect)
         self._look = _Statement(_LOOK, name, dialect)
@@ -162,7 +166,7 @@ class PostgreSQL:
     def claim(self, connection: Connection, intent: Intent, token: bytes) -> Outcome:
         """Take the id, or say why not."""
         values = {
-            "lock": self._lock(intent.key),
+            "lock": self.lock_of(intent.key),
             "any_snapshot": False,
             "key": intent.key,
             "scope": scope_text(intent.scope),
@@ -172,7 +176,7 @@ class PostgreSQL:
             "term": intent.term.total_seconds(),
             "lease": None if intent.lease is None else intent.lease.length.total_seconds(),
         }
-        for _ in range(_LOOKS):
+        for _ in range(LOOKS):
             row = self._claim.run(connection, values).one()
             if row.free and not row.fresh and row.found_at is None:
                 seen = self._on_snapshot(connection, self._claim, values | {"any_snapshot": True})
@@ -180,15 +184,15 @@ class PostgreSQL:
                     break
                 row = seen
             if row.taken_at is not None:
-                return Claimed(_receipt(token, row.taken_at, row.taken_until))
-            if (answer := _answer(row, intent)) is not None:
+                return Claimed(receipt_of(token, row.taken_at, row.taken_until))
+            if (answer := answer_of(row, intent)) is not None:
                 return answer
             if not row.free:
                 return InFlight()
             if row.found_at is not None:
                 renewed = self._on_snapshot(connection, self._take_over, values)
                 if renewed is not None:
-                    return Claimed(_receipt(token, renewed.claimed_at, renewed.expires_at))
+                    return Claimed(receipt_of(token, renewed.claimed_at, renewed.expires_at))
                 if not row.fresh:
                     break
         return InFlight()
@@ -207,14 +211,14 @@ class PostgreSQL:
             with connection.begin_nested():
                 return statement.run(connection, values).one_or_none()
         except exc.DBAPIError as error:
-            if sqlstate(error) != _SERIALIZATION_FAILURE:
+            if sqlstate(error) != SERIALIZATION_FAILURE:
                 raise
             return None
 
     def look(self, connection: Connection, intent: Intent) -> Outcome | None:
         """Return what a committed, unexpired claim answers; None where there is none."""
         row = self._look.run(connection, {"key": intent.key}).one_or_none()
-        return None if row is None else _answer(row, intent)
+        return None if row is None else answer_of(row, intent)
 
     def holds(self, connection: Connection, key: bytes, token: bytes) -> bool:
         """Tell whether the token's claim is there, by the view of the connection's transaction."""
@@ -249,7 +253,7 @@ class PostgreSQL:
             with connection.begin_nested():
                 return self._complete.run(connection, values).rowcount or None
         except exc.DBAPIError as error:
-            if sqlstate(error) != _SERIALIZATION_FAILURE:
+            if sqlstate(error) != SERIALIZATION_FAILURE:
                 raise
             return None
 
@@ -266,10 +270,11 @@ class PostgreSQL:
 
     def serialize_creation(self, connection: Connection) -> bool:
         """CREATE TABLE IF NOT EXISTS can still collide with itself, so only one process at a time tries."""
-        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": self._lock(bytes(8))})
+        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": self.lock_of(bytes(8))})
         return True
 
-    def _lock(self, key: bytes) -> int:
+    def lock_of(self, key: bytes) -> int:
+        """Return the advisory lock of a key."""
         return int.from_bytes(key[:8], "big", signed=True) ^ self._salt
 
 
@@ -277,12 +282,14 @@ def _salt(table: str) -> int:
     return int.from_bytes(hashlib.sha256(table.encode()).digest()[:8], "big", signed=True)
 
 
-def _receipt(token: bytes, claimed_at: datetime, expires_at: datetime) -> Receipt:
+def receipt_of(token: bytes, claimed_at: datetime, expires_at: datetime) -> Receipt:
+    """Return the receipt of a claim that was just made."""
     # Drivers give times in the connection's time zone.
     return Receipt(token, claimed_at.astimezone(UTC), expires_at.astimezone(UTC))
 
 
-def _answer(row: Row[Any], intent: Intent) -> Duplicate | InFlight | Mismatch | None:
+def answer_of(row: Row[Any], intent: Intent) -> Duplicate | InFlight | Mismatch | None:
+    """Return what a row that was found answers; None where there is none, or its window is over."""
     if row.found_at is None:
         return None
     return verdict(

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.claims import Intent, Mismatch, Outcome
 
-__all__ = ["SQLite", "prepare_engine"]
+__all__ = ["NOW", "SQLite", "answer_of", "begin_immediate", "modifier", "prepare_engine", "time_of"]
 
-_NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now') || '000'"
+NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now') || '000'"
 _THEN = "strftime('%Y-%m-%d %H:%M:%f', 'now', :window) || '000'"
 _TERM_ENDS = "strftime('%Y-%m-%d %H:%M:%f', 'now', :term) || '000'"
 _LEASE_ENDS = "strftime('%Y-%m-%d %H:%M:%f', 'now', :lease) || '000'"
@@ -41,7 +41,7 @@ _LEASE_ENDS = "strftime('%Y-%m-%d %H:%M:%f', 'now', :lease) || '000'"
 _CLAIM = f"""
 INSERT INTO {{table}} AS held
        (key, scope, logical_id, token, fingerprint, claimed_at, expires_at, leased_until)
-VALUES (:key, :scope, :logical_id, :token, :fingerprint, {_NOW}, {_TERM_ENDS}, {_LEASE_ENDS})
+VALUES (:key, :scope, :logical_id, :token, :fingerprint, {NOW}, {_TERM_ENDS}, {_LEASE_ENDS})
 ON CONFLICT (key) DO UPDATE
    SET token = excluded.token, fingerprint = excluded.fingerprint,
        claimed_at = excluded.claimed_at, expires_at = excluded.expires_at,
@@ -51,7 +51,7 @@ RETURNING claimed_at, expires_at
 """  # noqa: S608 - the expressions are the constants above, the table's name is quoted
 
 _LOOK = f"""
-SELECT claimed_at, expires_at, leased_until, fingerprint, {_NOW} AS at FROM {{table}} WHERE key = :key
+SELECT claimed_at, expires_at, leased_until, fingerprint, {NOW} AS at FROM {{table}} WHERE key = :key
 """  # noqa: S608
 
 _HOLDS = "SELECT count(*) FROM {table} WHERE key = :key AND token = :token"
@@ -75,7 +75,7 @@ _RELEASE = "DELETE FROM {table} WHERE key = :key AND token = coalesce(:token, to
 
 _REAP = f"""
 DELETE FROM {{table}} WHERE key IN (
-    SELECT key FROM {{table}} WHERE expires_at <= {_NOW} ORDER BY expires_at LIMIT :limit
+    SELECT key FROM {{table}} WHERE expires_at <= {NOW} ORDER BY expires_at LIMIT :limit
 )
 """  # noqa: S608
 
@@ -85,12 +85,16 @@ _PATIENCE = 250
 
 
 class SQLite:
-    """The statements of SQLite."""
+    """The statements of SQLite.
+
+    Attributes:
+        table: The table's name, quoted where that is needed.
+    """
 
     keeps = frozenset({Promise.ANY_ORDER})
 
     def __init__(self, table: Table, dialect: Dialect) -> None:
-        name = dialect.identifier_preparer.format_table(table)
+        name = self.table = dialect.identifier_preparer.format_table(table)
         self._claim = text(_CLAIM.format(table=name))
         self._look = text(_LOOK.format(table=name))
         self._holds = text(_HOLDS.format(table=name))
@@ -112,27 +116,18 @@ class SQLite:
             "logical_id": intent.logical_id,
             "token": token,
             "fingerprint": intent.fingerprint,
-            "term": _modifier(intent.term),
-            "lease": None if intent.lease is None else _modifier(intent.lease.length),
+            "term": modifier(intent.term),
+            "lease": None if intent.lease is None else modifier(intent.lease.length),
         }
         row = connection.execute(self._claim, values).one_or_none()
         if row is not None:
-            return Claimed(Receipt(token, _time(row.claimed_at), _time(row.expires_at)))
+            return Claimed(Receipt(token, time_of(row.claimed_at), time_of(row.expires_at)))
         return self.look(connection, intent) or InFlight()
 
     def look(self, connection: Connection, intent: Intent) -> Duplicate | InFlight | Mismatch | None:
         """Return what a committed, unexpired claim answers; None where there is none."""
         row: Row[Any] | None = connection.execute(self._look, {"key": intent.key}).one_or_none()
-        if row is None:
-            return None
-        return verdict(
-            intent,
-            claimed_at=_time(row.claimed_at),
-            expires_at=_time(row.expires_at),
-            leased_until=None if row.leased_until is None else _time(row.leased_until),
-            fingerprint=row.fingerprint,
-            now=_time(row.at),
-        )
+        return None if row is None else answer_of(row, intent)
 
     def holds(self, connection: Connection, key: bytes, token: bytes) -> bool:
         """Tell whether the token's claim is there, by the view of the connection's transaction."""
@@ -141,7 +136,7 @@ class SQLite:
     def renew(self, connection: Connection, intent: Intent, token: bytes) -> None:
         """Count the window of the token's claim anew from now."""
         connection.execute(
-            self._renew, {"key": intent.key, "token": token, "window": _modifier(intent.window)}
+            self._renew, {"key": intent.key, "token": token, "window": modifier(intent.window)}
         )
 
     def extend(self, connection: Connection, key: bytes, token: bytes, length: timedelta) -> int:
@@ -152,7 +147,7 @@ class SQLite:
         """
         with _briefly(connection):
             begin_immediate(connection)
-            values = {"key": key, "token": token, "lease": _modifier(length)}
+            values = {"key": key, "token": token, "lease": modifier(length)}
             return connection.execute(self._extend, values).rowcount
 
     def complete(self, connection: Connection, intent: Intent, token: bytes) -> int:
@@ -161,7 +156,7 @@ class SQLite:
         values = {
             "key": intent.key,
             "token": token,
-            "window": _modifier(intent.window),
+            "window": modifier(intent.window),
             "from_end": intent.from_end,
         }
         return connection.execute(self._complete, values).rowcount
@@ -249,10 +244,24 @@ def refuse_shared_connection(engine: Engine) -> None:
         raise ConfigurationError(msg)
 
 
-def _modifier(length: timedelta) -> str:
+def answer_of(row: Row[Any], intent: Intent) -> Duplicate | InFlight | Mismatch | None:
+    """Return what a row that was found answers; None where its window is over."""
+    return verdict(
+        intent,
+        claimed_at=time_of(row.claimed_at),
+        expires_at=time_of(row.expires_at),
+        leased_until=None if row.leased_until is None else time_of(row.leased_until),
+        fingerprint=row.fingerprint,
+        now=time_of(row.at),
+    )
+
+
+def modifier(length: timedelta) -> str:
+    """Return a length of time as SQLite adds it to a moment."""
     return f"+{length.total_seconds():.3f} seconds"
 
 
-def _time(stored: str | datetime) -> datetime:
+def time_of(stored: str | datetime) -> datetime:
+    """Return a moment as it is stored, with its zone."""
     moment = datetime.fromisoformat(stored) if isinstance(stored, str) else stored
     return moment.replace(tzinfo=UTC)
