@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from fastapi_dedup.batch_delivery import BatchDelivery, claimed_batch
 from fastapi_dedup.claims import positive
 from fastapi_dedup.identity import required
-from fastapi_dedup.stores.transactions import BorrowedTransaction
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
     from datetime import timedelta
 
-    from sqlalchemy.ext.asyncio import AsyncSession
-
     from fastapi_dedup.batches import Batch
     from fastapi_dedup.claims import Intent
     from fastapi_dedup.core import Delivery
+    from fastapi_dedup.store import Transaction
 
 __all__ = ["Blocks"]
 
@@ -39,6 +37,9 @@ class _Runtime(Protocol):
     ) -> Intent:
         """Return what a delivery wants done once."""
 
+    def borrow(self, session: Any) -> Transaction:
+        """Return the transaction of a session or connection of the app's."""
+
     def _delivery_of(self, kind: type[D]) -> D:
         """Return a new delivery of a kind."""
 
@@ -54,7 +55,7 @@ class Blocks:
         scope: str | tuple[str, ...],
         logical_id: Callable[[T], Any] | None = None,
         fingerprint: Callable[[T], bytes | None] | None = None,
-        session: AsyncSession | None = None,
+        session: Any = None,
         window: timedelta | None = None,
     ) -> AsyncIterator[Batch[T]]:
         """Claim many ids at once around a block of work, in as few statements as the database allows.
@@ -72,7 +73,7 @@ class Blocks:
             scope: The namespace that the ids are unique in: a name, or a tuple of parts.
             logical_id: Returns the id of an item. None takes the items themselves.
             fingerprint: Returns the digest of an item's payload. None leaves the payloads out of it.
-            session: The session to ride, which stays yours to commit; None opens one.
+            session: The session or connection to ride, which stays yours to commit; None opens one.
             window: How long the ids are honoured; None takes the runtime's.
 
         Yields:
@@ -91,6 +92,6 @@ class Blocks:
             digest = None if fingerprint is None else fingerprint(item)
             wanted.append((item, self.intent(legal_id, scope=scope, window=window, fingerprint=digest)))
         delivery = self._delivery_of(BatchDelivery)
-        transaction = delivery.own if session is None else BorrowedTransaction(session)
+        transaction = delivery.own if session is None else self.borrow(session)
         async with claimed_batch(delivery, wanted, transaction) as batch:
             yield batch

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import CancelScope
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
-__all__ = ["uncancelled"]
+__all__ = ["uncancelled", "undone_if_cancelled"]
+
+logger = logging.getLogger("fastapi_dedup")
 
 T = TypeVar("T")
 
@@ -39,3 +42,28 @@ async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
             raise cancelled from task.exception()
         raise cancelled
     return task.result()
+
+
+async def undone_if_cancelled(
+    work: Coroutine[Any, Any, T], undo: Callable[[], Coroutine[Any, Any, object]] | None
+) -> T:
+    """Run work to its end; where the caller was cancelled meanwhile, undo it, for nobody will know of it."""
+    done: list[T] = []
+
+    async def run() -> None:
+        done.append(await work)
+
+    try:
+        await uncancelled(run())
+    except asyncio.CancelledError:
+        if done and undo is not None:
+            await uncancelled(_undone(undo))
+        raise
+    return done[0]
+
+
+async def _undone(undo: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    try:
+        await undo()
+    except Exception:
+        logger.warning("could not undo what a cancelled delivery has done", exc_info=True)

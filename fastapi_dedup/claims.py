@@ -233,9 +233,11 @@ class Fate(enum.Enum):
     """What became of the transaction that a claim rides in.
 
     ROLLED_BACK leaves its session at work: what it commits next must have the claim again. CLOSED ends it.
+    UNSEEN is what only the database will know: the transaction goes on, and nobody will tell of its end.
     """
 
     OPEN = "open"
     COMMITTED = "committed"
     ROLLED_BACK = "rolled back"
     CLOSED = "closed"
+    UNSEEN = "unseen"

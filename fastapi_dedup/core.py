@@ -20,13 +20,11 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi_dedup.cancellation import uncancelled
 from fastapi_dedup.claims import Claim, Claimed, Duplicate, Fate, InFlight, scope_text
 from fastapi_dedup.errors import (
-    ClaimLostError,
     InvalidLogicalIdError,
     MissingLogicalIdError,
     PayloadTooLargeError,
@@ -35,7 +33,7 @@ from fastapi_dedup.errors import (
 from fastapi_dedup.guard import Seen
 from fastapi_dedup.held import Held
 from fastapi_dedup.hooks import Event, EventKind, tell
-from fastapi_dedup.refusals import KINDS, SEEN, Refusal, error_of
+from fastapi_dedup.refusals import KINDS, SEEN, Refusal, closed_without_commit, error_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -187,6 +185,11 @@ class Delivery:
         flight.held = True
 
         def decided(fate: Fate) -> None:
+            if fate is Fate.UNSEEN:  # from here on it is the database that answers for the id
+                self._flights.land(flight)
+                if attempt is not None:
+                    attempt.release()
+                return
             held.fate = fate
             held.kept = fate is Fate.COMMITTED and self._succeeding
             if fate is Fate.OPEN:  # taken anew before a COMMIT, after the handler's ROLLBACK
@@ -209,10 +212,16 @@ class Delivery:
     # 3. settle
 
     async def worked(self) -> None:
-        """Count windows anew that are counted from the end of the work, before any transaction commits."""
+        """Do what comes after the work and before the app's session ends, and with it maybe the claim.
+
+        Raises:
+            ClaimLostError: A claim is gone, and no event would have told before the COMMIT.
+        """
         for held in self._held.values():
             if held.intent.from_end and held.fate is Fate.OPEN:
                 await held.store.renew(held.intent, held.receipt, held.transaction)
+        for transaction in self._transactions:
+            await transaction.confirm()
 
     async def succeed(self) -> None:
         """Commit what is ours. A claim that the handler rolled back mid-way is taken anew before.
@@ -223,6 +232,9 @@ class Delivery:
             ClaimLostError: A borrowed session was closed without COMMIT.
             Exception: Whatever COMMIT raised, unchanged: the app's constraints are the app's.
         """
+        for transaction in self._transactions:
+            if transaction.in_hand:
+                await transaction.confirm()
         for held in list(self._held.values()):
             if held.fate is Fate.ROLLED_BACK and not held.given_back:
                 held.transaction.forget()  # else its next COMMIT would take the claim anew as well
@@ -242,8 +254,7 @@ class Delivery:
             if held.store.durable is durable and held.transaction is not self.own:
                 await held.transaction.commit()
         if self.lost:
-            msg = "the session of the claim was closed without COMMIT, so its work is lost: commit it before"
-            raise ClaimLostError(msg)
+            raise closed_without_commit()
 
     async def fail(self) -> None:
         """Undo: roll back what is ours, and give the ids back. Never raises, so that nothing is masked."""
@@ -261,18 +272,23 @@ class Delivery:
         for held in self._held.values():
             if held.fate is not Fate.COMMITTED:
                 held.transaction.forget()
+        for transaction in self._transactions:
+            await transaction.leave()
         if self._failed or not self._succeeding:  # who never responded has failed
             self._failed = True
             await uncancelled(self._undo())
             for held in self._held.values():
-                if held.to_give_back and not held.transaction.idle:
-                    held.transaction.watch(partial(self._give_back_later, held))
+                self._give_back_when_idle(held)
             return
         for held in self._held.values():
             if held.fate is Fate.OPEN and held.transaction is not self.own:
                 await held.transaction.commit()
         if not self.own.idle:  # something went on after the success was told
             await uncancelled(self._end_own())
+
+    @property
+    def _transactions(self) -> list[Transaction]:
+        return list(dict.fromkeys(held.transaction for held in self._held.values()))
 
     @property
     def undecided(self) -> list[Transaction]:
@@ -318,11 +334,18 @@ class Delivery:
             if held.to_give_back:
                 await self._give_back(held)
 
-    def _give_back_later(self, held: Held, _: Fate) -> None:
-        self._flights.background(self._give_back(held))
+    def _give_back_when_idle(self, held: Held) -> None:
+        if held.to_give_back and not held.transaction.idle:
+            held.transaction.watch(lambda _: self._flights.background(self._give_back_later(held)))
+
+    async def _give_back_later(self, held: Held) -> None:
+        await self._give_back(held)
+        self._give_back_when_idle(held)
 
     async def _give_back(self, held: Held) -> None:
         """Withdraw a claim from a transaction that is still open, or release one that was committed."""
+        if held.fate is Fate.OPEN and not held.transaction.in_hand:
+            return  # finish() learns what became of it
         try:
             if held.fate is Fate.OPEN:
                 await held.store.withdraw(held.intent, held.receipt, held.transaction)
@@ -402,3 +425,5 @@ async def settled(delivery: Delivery) -> AsyncIterator[None]:
         raise
     finally:
         await delivery.finish()
+    if delivery.lost:
+        raise closed_without_commit()

@@ -74,6 +74,11 @@ class LeasedTransaction:
         """Whether the handler's COMMIT, which may complete the claim, is the database's."""
         return self._around.outermost
 
+    @property
+    def in_hand(self) -> bool:
+        """Whether the handler's transaction is surely its own still."""
+        return self._around.in_hand
+
     def own(self, leases: Leases, intent: Intent, receipt: Receipt) -> None:
         """Keep a claim alive from now on, and have the handler's COMMIT complete it."""
         self._owned = leases, intent, receipt
@@ -91,6 +96,14 @@ class LeasedTransaction:
     async def step_aside(self) -> bool:
         """Say whether a duplicate may wait: not with a connection in its hands."""
         return await self._around.step_aside()
+
+    async def confirm(self) -> None:
+        """Have the handler's transaction complete the claim, where no event will ask before its COMMIT."""
+        await self._around.confirm()
+
+    async def leave(self) -> None:
+        """Find out what became of the handler's transaction, where no event tells."""
+        await self._around.leave()
 
     async def commit(self) -> None:
         """Complete the claim, unless the handler's transaction is open: then its COMMIT does.

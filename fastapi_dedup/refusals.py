@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from fastapi_dedup.claims import Duplicate, InFlight, Intent, Mismatch, scope_text
-from fastapi_dedup.errors import ClaimInFlightError, DedupError, DuplicateError, FingerprintMismatchError
+from fastapi_dedup.errors import (
+    ClaimInFlightError,
+    ClaimLostError,
+    DedupError,
+    DuplicateError,
+    FingerprintMismatchError,
+)
 from fastapi_dedup.guard import Seen
 from fastapi_dedup.hooks import EventKind
 
-__all__ = ["KINDS", "SEEN", "Refusal", "error_of"]
+__all__ = ["KINDS", "SEEN", "Refusal", "closed_without_commit", "error_of"]
 
 Refusal: TypeAlias = Duplicate | InFlight | Mismatch
 
@@ -37,3 +43,9 @@ def error_of(intent: Intent, refusal: Refusal) -> DedupError:
             return ClaimInFlightError(*where, abandoned=abandoned)
         case Mismatch():
             return FingerprintMismatchError(*where)
+
+
+def closed_without_commit() -> ClaimLostError:
+    """Return the error that a success is whose session has ended without COMMIT."""
+    msg = "the session of the claim was closed without COMMIT, so its work is lost: commit it before"
+    return ClaimLostError(msg)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sqlalchemy import MetaData
 from sqlalchemy.engine import URL
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from fastapi_dedup.blocks import Blocks
 from fastapi_dedup.claims import DEFAULT_WINDOW, Claim, Intent, Lease, positive
@@ -28,11 +28,12 @@ from fastapi_dedup.messaging.handler import MessageHandler
 from fastapi_dedup.policy import Policy
 from fastapi_dedup.reaper import Reaper
 from fastapi_dedup.refusals import error_of
+from fastapi_dedup.stores.borrowed import borrowed
 from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE, bound
 from fastapi_dedup.stores.memory import Memories, MemoryTransaction, window_of
 from fastapi_dedup.stores.sql import SqlStore
 from fastapi_dedup.stores.startup import prepare
-from fastapi_dedup.stores.transactions import BorrowedTransaction, OwnTransaction
+from fastapi_dedup.stores.transactions import OwnTransaction
 from fastapi_dedup.tables import DEFAULT_TABLE, claims_table
 
 if TYPE_CHECKING:
@@ -40,9 +41,12 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from sqlalchemy import Engine
+
     from fastapi_dedup.hooks import Hook
     from fastapi_dedup.policy import Endpoint
     from fastapi_dedup.store import Enclosing, Store, Transaction
+    from fastapi_dedup.stores.riding import RidingTransaction
 
 __all__ = ["Dedup"]
 
@@ -109,8 +113,8 @@ class Dedup(Blocks):
         embedded = bind is None and not os.environ.get(DATABASE_URL_VARIABLE)
         self._open_session, self.engine, self._owns_engine = bound(bind)
         self._create_table = embedded if create_table is None else create_table
-        self._table = claims_table(MetaData(), name=table, schema=schema)
-        self._store = SqlStore(self.engine, self._table, dialect=dialect)
+        claims = claims_table(MetaData(), name=table, schema=schema)
+        self._store = SqlStore(self.engine, claims, dialect=dialect)
         self._leased = LeasedStore(self._store.leases)
         self._hooks = tuple(hooks)
         self._guard = guard
@@ -184,6 +188,17 @@ class Dedup(Blocks):
             StoreUnavailableError: The database did not answer.
         """
         await self._store.create_table()
+
+    def adopt(self, engine: Engine | AsyncEngine) -> None:
+        """Prepare another engine on the same database, such as the synchronous one of your handlers.
+
+        The first claim on an engine does that too. Do it before where that is too late: on SQLite, where the
+        first claim would be in a savepoint; or to be told when the app starts that the database is another.
+
+        Raises:
+            ConfigurationError: It is on another database, or no claim can ride there.
+        """
+        self._store.adopt(engine.sync_engine if isinstance(engine, AsyncEngine) else engine)
 
     async def reap(self) -> int:
         """Delete the expired claims now, in bounded batches, and return how many there were."""
@@ -281,8 +296,20 @@ class Dedup(Blocks):
         return self._delivery_of(Delivery)
 
     def _delivery_of(self, kind: type[D]) -> D:
-        own = OwnTransaction(self._open_session)
+        own = OwnTransaction(self._open_session, self._store.home)
         return kind(self._store, own, flights=self._flights, hooks=self._hooks, guard=self._guard)
+
+    def borrow(self, session: Any, *, lent: bool = False) -> RidingTransaction:
+        """Return the transaction of a session or connection of the app's.
+
+        Args:
+            session: The session or connection.
+            lent: Whether it may be given back as soon as the handler's work is done.
+
+        Raises:
+            ConfigurationError: A claim cannot ride that.
+        """
+        return borrowed(session, self._store.home, lent=lent)
 
     def place(
         self, policy: Policy, intent: Intent, transaction: Enclosing, delivery: Delivery
@@ -325,7 +352,7 @@ class Dedup(Blocks):
         logical_id: str,
         *,
         scope: str | tuple[str, ...],
-        session: AsyncSession | None = None,
+        session: Any = None,
         window: timedelta | None = None,
         fingerprint: bytes | None = None,
         in_flight: Literal["reject", "wait"] = "reject",
@@ -345,7 +372,8 @@ class Dedup(Blocks):
         Args:
             logical_id: The id.
             scope: The namespace that it is unique in: a name, or a tuple of parts.
-            session: The session to ride; None opens one.
+            session: The session or connection to ride, of any kind that `session=` of a policy may give; None
+                opens one.
             window: How long the id is honoured; None takes the runtime's.
             fingerprint: Digest of the payload; None leaves the payload out of it.
             in_flight: `"reject"` a twin of unfinished work at once, or `"wait"` for its outcome.
@@ -374,7 +402,7 @@ class Dedup(Blocks):
         wait = positive("wait_timeout", wait_timeout) if in_flight == "wait" else None
         intent = self.intent(legal_id, scope=scope, window=window, fingerprint=fingerprint)
         delivery = self.delivery()
-        transaction = delivery.own if session is None else BorrowedTransaction(session)
+        transaction = delivery.own if session is None else self.borrow(session)
         policy = Policy(lease=lease, on_abandoned=on_abandoned)
         intent, place, store = self.place(policy, intent, transaction, delivery)
         async with settled(delivery):

@@ -31,6 +31,10 @@ class Transaction(Protocol):
     def outermost(self) -> bool:
         """Whether its COMMIT is the database's: not so for a session inside somebody else's transaction."""
 
+    @property
+    def in_hand(self) -> bool:
+        """Whether its connection is surely the handler's still, so that a claim can be withdrawn in it."""
+
     def watch(self, decided: Callable[[Fate], None]) -> None:
         """Call back once, when the innermost transaction open now (or one around it) ends."""
 
@@ -40,11 +44,17 @@ class Transaction(Protocol):
     async def step_aside(self) -> bool:
         """Give the connection back while a duplicate waits; False where others have used it already."""
 
+    async def confirm(self) -> None:
+        """See to it that the claims are there, where no event will ask before the app's COMMIT."""
+
     async def commit(self) -> None:
         """Commit it if it is ours; a borrowed one commits where the app says."""
 
     async def rollback(self) -> None:
         """Roll it back if it is ours, and let go of its connection."""
+
+    async def leave(self) -> None:
+        """Find out what became of the claims where no event tells: all of the app's own has unwound."""
 
 
 class Enclosing(Transaction, Protocol):

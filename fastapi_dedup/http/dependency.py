@@ -46,7 +46,7 @@ async def request_session(connection: HTTPConnection) -> AsyncSession:
         ConfigurationError: No `DedupMiddleware` is around, or this is no HTTP request.
     """
     exchange = exchange_of(connection.scope)
-    _attend(connection.scope, exchange)
+    _attend(connection.scope, exchange, borrows=False)
     return exchange.session()
 
 
@@ -116,7 +116,7 @@ async def claim_request(
         DedupError: The request is refused.
     """
     exchange = exchange_of(request.scope)
-    _attend(request.scope, exchange)
+    _attend(request.scope, exchange, borrows=session is not OWN)
     try:
         return await _claim(policy, request, exchange, session, principal)
     except DedupError as error:
@@ -126,11 +126,13 @@ async def claim_request(
         raise
 
 
-def _attend(scope: Scope, exchange: Exchange) -> None:
+def _attend(scope: Scope, exchange: Exchange, *, borrows: bool) -> None:
     """Have the exchange see what leaves the route: it could not tell an HTTPException from a status else."""
     if not exchange.attends and isinstance(stack := scope.get("fastapi_inner_astack"), AsyncExitStack):
         exchange.attends = True
         stack.push(exchange.unwind)
+    if borrows and isinstance(stack := scope.get("fastapi_function_astack"), AsyncExitStack):
+        stack.push_async_exit(exchange.worked)  # before the exit of the app's session, whatever its scope is
 
 
 async def _claim(

@@ -14,7 +14,6 @@ from fastapi_dedup.claims import Claim
 from fastapi_dedup.errors import ClaimLostError, ConfigurationError
 from fastapi_dedup.policy import failure_status
 from fastapi_dedup.refusals import error_of
-from fastapi_dedup.stores.transactions import BorrowedTransaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,7 +124,7 @@ class Exchange:
         Raises:
             DedupError: The delivery is refused.
         """
-        work = self.delivery.own if session is OWN else BorrowedTransaction(session)
+        work = self.delivery.own if session is OWN else self.dedup.borrow(session, lent=True)
         intent, transaction, store = self.dedup.place(policy, intent, work, self.delivery)
         self._policies.append(policy)
         wait = policy.wait_timeout if policy.in_flight == "wait" else None
@@ -139,6 +138,11 @@ class Exchange:
     def unwind(self, _: object, error: BaseException | None, __: object) -> None:
         """Take note of what leaves the route: an exception is a failure, whatever response it becomes."""
         self._raised |= error is not None
+
+    async def worked(self, _: object, error: BaseException | None, __: object) -> None:
+        """Do what comes between the handler's end and its session's."""
+        if error is None:
+            await self.delivery.worked()
 
     # Responding, for the middleware
 

@@ -15,17 +15,15 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
-import re
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cached_property, partial, update_wrapper
-from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection
 
+from fastapi_dedup.cancellation import uncancelled
 from fastapi_dedup.claims import Claim, Duplicate, Mismatch
 from fastapi_dedup.core import settled
-from fastapi_dedup.declared import annotations_of
 from fastapi_dedup.errors import (
     ClaimInFlightError,
     ConfigurationError,
@@ -41,12 +39,12 @@ from fastapi_dedup.messaging.envelope import (
     id_of,
     scope_of,
 )
+from fastapi_dedup.messaging.sessions import check_factory, factory_of, opened, parameters_of
 from fastapi_dedup.policy import Endpoint
 from fastapi_dedup.refusals import error_of
-from fastapi_dedup.stores.transactions import BorrowedTransaction
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from fastapi_dedup.claims import Intent
     from fastapi_dedup.core import Delivery
@@ -70,10 +68,11 @@ async def handle(
     dedup: Dedup,
     policies: Sequence[Policy],
     envelope: Envelope,
-    work: Callable[[AsyncSession, Claim | None], Awaitable[object]],
+    work: Callable[[Any, Claim | None], Awaitable[object]],
     *,
     endpoint: str = "",
-    session: AsyncSession | None = None,
+    session: Any = None,
+    opens: Callable[[], Any] | None = None,
 ) -> Result:
     """Claim, run and settle one message: what every message door calls.
 
@@ -84,7 +83,9 @@ async def handle(
         work: The handler. It gets the session that the claims are in, and the last claim (None where
             every id is optional and missing).
         endpoint: The handler's name, for the scope of messages that do not say where they arrived.
-        session: The handler's own session; None takes the policies', else opens one.
+        session: The handler's own session or connection; None takes the policies', else opens one.
+        opens: What opens one where neither is given: an asynchronous context manager. None opens an
+            `AsyncSession`, in the transaction of the claims.
 
     Returns:
         What came of it. With `HANDLED`, the transactions that are ours have been committed.
@@ -103,8 +104,8 @@ async def handle(
         delivery.unidentified(error)
         raise
     try:
-        async with settled(delivery), _session(policies, session) as theirs:
-            claim = await _claim(dedup, delivery, policies, intents, theirs)
+        async with settled(delivery), opened(policies, session, opens) as theirs:
+            claim = await _claim(dedup, delivery, policies, intents, theirs, lent=session is None)
             if delivery.refusal is None:
                 await work(delivery.own.session if theirs is None else theirs, claim)
                 await delivery.worked()
@@ -125,14 +126,16 @@ async def _claim(
     delivery: Delivery,
     policies: Sequence[Policy],
     intents: Sequence[Intent | None],
-    session: AsyncSession | None,
+    session: Any,
+    *,
+    lent: bool,
 ) -> Claim | None:
     """Claim every id, and return the last claim; the delivery has failed where one was refused."""
     claim = None
     for policy, intent in zip(policies, intents, strict=True):
         if intent is None:
             continue
-        work = delivery.own if session is None else BorrowedTransaction(session)
+        work = delivery.own if session is None else dedup.borrow(session, lent=lent)
         wanted, transaction, store = dedup.place(policy, intent, work, delivery)
         wait = policy.wait_timeout if policy.in_flight == "wait" else None
         outcome = await delivery.claim(wanted, transaction, wait=wait, store=store)
@@ -169,40 +172,15 @@ async def _called(call: Any, message: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-@asynccontextmanager
-async def _session(
-    policies: Sequence[Policy], given: AsyncSession | None
-) -> AsyncIterator[AsyncSession | None]:
-    """Yield the handler's own session: given, or made by the policies' `session=`; None where it has none."""
-    sources = {_factory(policy.session) for policy in policies if policy.session is not None}
-    if given is not None or not sources:
-        yield given
-        return
-    made = sources.pop()()
-    if inspect.isasyncgen(made):
-        made = asynccontextmanager(lambda: made)()
-    if isinstance(made, AbstractAsyncContextManager):
-        async with made as session:
-            yield session
-    else:
-        yield await made if inspect.isawaitable(made) else made
-
-
-def _factory(session: Any) -> Callable[[], Any]:
-    """Return what makes a session, whether it is named as for FastAPI (Depends, Annotated) or plainly."""
-    if get_origin(session) is Annotated:
-        session = next((each for each in get_args(session)[1:] if hasattr(each, "dependency")), session)
-    factory: Callable[[], Any] = getattr(session, "dependency", session)
-    return factory
-
-
 class MessageHandler:
     """A handler of messages, wrapped: call it with a message, and it returns a `Result`.
 
     The handler is any function whose first parameter is the message. A synchronous one runs in a worker
-    thread. Of its other parameters, one that is annotated as `AsyncSession` gets the session that the claim
-    is in, and one that is annotated as `Claim` the claim; the rest comes from the caller. A caller that
-    gives the session itself makes the claim ride that one.
+    thread. Of its other parameters, one that is annotated as a session or connection (`AsyncSession`,
+    `Session`, SQLModel's, `AsyncConnection`, `asyncpg.Connection` and so on) gets the one that the claim is
+    in, and one that is annotated as `Claim` the claim; the rest comes from the caller. A caller that gives
+    the session itself makes the claim ride that one. Where nobody gives one, an `AsyncSession` or an
+    `AsyncConnection` of the runtime's engine is opened; other kinds need the policy's `session=`.
 
     Args:
         dedup: The runtime.
@@ -226,7 +204,7 @@ class MessageHandler:
         self._endpoint = (
             endpoint or f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
         )
-        self._session_name, self._claim_name = _parameters(function)
+        self._session_name, self._session_kind, self._claim_name = parameters_of(function)
         self._warned = False
         update_wrapper(self, function)
 
@@ -248,9 +226,13 @@ class MessageHandler:
         """Handle a message: an `Envelope`, or the message itself, whose `headers` are taken if it has any."""
         envelope = envelope_of(message)
         given = kwargs.get(self._session_name) if self._session_name else None
+        opens_connection = self._session_kind is not None and issubclass(self._session_kind, AsyncConnection)
+        ours = given is None and all(policy.session is None for policy in self._policies)
 
-        async def work(session: AsyncSession, claim: Claim | None) -> None:
+        async def work(session: Any, claim: Claim | None) -> None:
             if self._session_name:
+                if ours:
+                    self._must_be_what_is_asked_for(session)
                 kwargs[self._session_name] = session
             if self._claim_name:
                 kwargs[self._claim_name] = claim
@@ -258,8 +240,24 @@ class MessageHandler:
             await _run(self._function, envelope.received, *args, **kwargs)
 
         return await handle(
-            self._dedup, self._policies, envelope, work, endpoint=self._endpoint, session=given
+            self._dedup,
+            self._policies,
+            envelope,
+            work,
+            endpoint=self._endpoint,
+            session=given,
+            opens=self._dedup.engine.begin if opens_connection else None,
         )
+
+    def _must_be_what_is_asked_for(self, session: Any) -> None:
+        """Refuse to call the handler with a session of ours where it asks for something else."""
+        kind = self._session_kind
+        if kind is not None and not isinstance(session, kind):
+            msg = (
+                f"the handler {self._endpoint} asks for a {kind.__module__}.{kind.__qualname__}, and nobody "
+                "opens one: name what does with Deduplicated(session=...)"
+            )
+            raise ConfigurationError(msg)
 
     def _warn_if_unused(self) -> None:
         unused = not (self._session_name or self._claim_name)
@@ -292,86 +290,16 @@ def check(policies: Sequence[Policy], dedup: Dedup | None = None) -> None:
     for policy in policies:
         check_policy(policy)
         if policy.session is not None:
-            _check_factory(_factory(policy.session))
+            check_factory(factory_of(policy.session))
         if dedup is not None:
             dedup.prepare(policy)
-    if len({_factory(policy.session) for policy in policies if policy.session is not None}) > 1:
+    if len({factory_of(policy.session) for policy in policies if policy.session is not None}) > 1:
         msg = "the policies of one handler name different sessions: a handler has one transaction"
         raise ConfigurationError(msg)
 
 
-def _check_factory(factory: Callable[[], Any]) -> None:
-    """Refuse a dependency that has dependencies: over HTTP FastAPI resolves them, here nobody does."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # it cannot be called, or does not tell
-        parameters = {}.values()
-    wanted = [
-        each.name
-        for each in parameters
-        if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}
-        and (each.default is each.empty or hasattr(each.default, "dependency"))
-    ]
-    if not callable(factory) or wanted:
-        takes = f" takes {', '.join(wanted)}" if wanted else " cannot be called"
-        msg = (
-            f"session={factory!r}{takes}: over messages nobody fills in what a dependency takes. Give one "
-            "that takes nothing, or call the handler with its session"
-        )
-        raise ConfigurationError(msg)
-
-
-_OURS = re.compile(r"\b(AsyncSession|Claim)\b")
-
-
-def _parameters(function: Callable[..., Any]) -> tuple[str | None, str | None]:
-    """Return the names of the parameters for the session and for the claim."""
-    session = claim = None
-    for name, hint in _hints(function).items():
-        for kind in get_args(hint) or (hint,):
-            if isinstance(kind, type) and issubclass(kind, AsyncSession):
-                session = name
-            if kind is Claim:
-                claim = name
-    return session, claim
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a function's parameters; what exists for type checkers only is left out.
-
-    Raises:
-        ConfigurationError: What exists for type checkers only is the session or the claim.
-    """
-    while isinstance(function, partial):
-        function = function.func
-    if not inspect.isroutine(function):
-        function = type(function).__call__
-    try:
-        hints = get_type_hints(function)
-    except Exception:  # noqa: BLE001 - one annotation that means nothing here hides all the others
-        names = getattr(inspect.unwrap(function), "__globals__", {})
-        hints = {name: _evaluated(hint, names, name) for name, hint in annotations_of(function).items()}
-    hints.pop("return", None)
-    return hints
-
-
-def _evaluated(hint: Any, names: dict[str, Any], parameter: str) -> Any:
-    text = hint.__forward_arg__ if isinstance(hint, ForwardRef) else hint
-    if not isinstance(text, str):
-        return hint
-    try:
-        return eval(text, names)  # noqa: S307 - the function's own text, as in typing.get_type_hints
-    except Exception as error:
-        if not _OURS.search(text):
-            return None
-        msg = (
-            f"the annotation of {parameter}, {text!r}, names something that only exists for type checkers or "
-            "inside a function: import it at run time, at the top of the module"
-        )
-        raise ConfigurationError(msg) from error
-
-
 async def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
     call = partial(function, *args, **kwargs)
-    value = call() if inspect.iscoroutinefunction(function) else await to_thread.run_sync(call)
+    # A thread cannot be cancelled: its session must not be closed while it works.
+    value = call() if inspect.iscoroutinefunction(function) else await uncancelled(to_thread.run_sync(call))
     return await value if inspect.isawaitable(value) else value

@@ -6,14 +6,14 @@ import logging
 import os
 from typing import Any
 
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import URL, Engine, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.stores.dialects import sqlite
 
-__all__ = ["DATABASE_URL_VARIABLE", "bound"]
+__all__ = ["DATABASE_URL_VARIABLE", "bound", "root_of"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -89,3 +89,9 @@ def _with_driver(url: URL, backend: str) -> URL:
             continue
         return named
     return url.set(drivername=f"{backend}+{_DRIVERS[backend][0][0]}")
+
+
+def root_of(engine: Engine) -> Engine:
+    """Return the engine that an engine with execution options was made of: events on it reach both."""
+    inner = getattr(engine, "_proxied", None)
+    return root_of(inner) if isinstance(inner, Engine) else engine

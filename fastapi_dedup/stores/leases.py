@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Engine, event, exc
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from fastapi_dedup.stores.transactions import store_errors
+from fastapi_dedup.stores.failures import store_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,12 +37,16 @@ class SqlLeases:
     Args:
         engine: The app's engine, whose settings the pool of the leases has too.
         dialect: The statements.
+        speak: Returns the statements in the style of a handler's connection, whose driver may be another.
     """
 
     completes_in_transactions = True
 
-    def __init__(self, engine: AsyncEngine, dialect: Dialect) -> None:
+    def __init__(
+        self, engine: AsyncEngine, dialect: Dialect, *, speak: Callable[[Connection], Dialect]
+    ) -> None:
         self._dialect = dialect
+        self._speak = speak
         self._engine = _beside(engine)
         event.listen(engine.sync_engine, "engine_disposed", self._dispose_too)
         dialect.adopt(self._engine.sync_engine)
@@ -70,7 +74,7 @@ class SqlLeases:
 
     def complete_in(self, connection: Any, intent: Intent, receipt: Receipt) -> bool | None:
         """Complete on the connection of the handler's transaction; None where its snapshot is in the way."""
-        completed = self._dialect.complete(connection, intent, receipt.token)
+        completed = self._speak(connection).complete(connection, intent, receipt.token)
         if completed is not None:
             return completed > 0
         try:

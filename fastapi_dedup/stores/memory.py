@@ -61,6 +61,11 @@ class MemoryTransaction:
         """Whether the handler's COMMIT is the database's."""
         return self._around.outermost
 
+    @property
+    def in_hand(self) -> bool:
+        """Whether the handler's connection is surely its own still."""
+        return self._around.in_hand
+
     def watch(self, decided: Callable[[Fate], None]) -> None:
         """Call back when the delivery ends."""
         self._decided.append(decided)
@@ -71,6 +76,10 @@ class MemoryTransaction:
     async def step_aside(self) -> bool:
         """Say whether a duplicate may wait: not with a connection in its hands."""
         return self._around.idle
+
+    async def confirm(self) -> None:
+        """Have the handler's transaction take note of what it is, where no event tells of its end."""
+        await self._around.confirm()
 
     async def commit(self) -> None:
         """Remember what was claimed, as soon as all of the work is durable."""
@@ -91,6 +100,10 @@ class MemoryTransaction:
     async def rollback(self) -> None:
         """Let what was claimed run again."""
         self._end(Fate.CLOSED)
+
+    async def leave(self) -> None:
+        """Find out what became of the handler's transaction, where no event tells."""
+        await self._around.leave()
 
     def _end(self, fate: Fate) -> None:
         decided, self._decided = self._decided, []

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
-from sqlalchemy import Table, exc, inspect
+from sqlalchemy import Connection, MetaData, Table, exc, inspect
 
 from fastapi_dedup.claims import Claimed
 from fastapi_dedup.errors import ConfigurationError
@@ -21,20 +22,24 @@ from fastapi_dedup.stores.dialects.generic import Generic
 from fastapi_dedup.stores.dialects.mysql import MySQL
 from fastapi_dedup.stores.dialects.postgresql import PostgreSQL
 from fastapi_dedup.stores.dialects.sqlite import SQLite
+from fastapi_dedup.stores.engines import root_of
+from fastapi_dedup.stores.failures import note_failures, store_errors
+from fastapi_dedup.stores.homes import Home
 from fastapi_dedup.stores.leases import SqlLeases
 from fastapi_dedup.stores.promises import Promise
-from fastapi_dedup.stores.transactions import note_failures, store_errors
+from fastapi_dedup.stores.riding import Carried
 from fastapi_dedup.tables import additions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Dialect as Driver
+    from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from fastapi_dedup.claims import Intent, Outcome, Receipt
-    from fastapi_dedup.stores.transactions import SessionTransaction
+    from fastapi_dedup.stores.riding import RidingTransaction
 
 __all__ = ["SqlStore"]
 
@@ -96,6 +101,7 @@ class SqlStore:
         dialect: `"generic"` where another than the database's own is wanted.
 
     Attributes:
+        home: Where the table is, as the handlers' transactions must know it.
         keeps: What it promises beyond what every store does.
         leases: The leased claims in the same table.
 
@@ -109,99 +115,149 @@ class SqlStore:
             raise ConfigurationError(msg)
         own = None if dialect == "generic" else DIALECTS.get(engine.dialect.name)
         self._engine = engine
-        self._engines: WeakSet[Engine] = WeakSet()
-        self._table = table
-        self._dialect: Dialect = (own or Generic)(table, engine.dialect)
+        self._table = _translated(table, engine)
+        self._statements: Callable[[Table, Driver], Dialect] = own or Generic
+        self._spoken: WeakKeyDictionary[Driver, Dialect] = WeakKeyDictionary()
+        self._meeting = threading.Lock()
+        self._dialect = self._adopt(engine.sync_engine)
         self._batches = InOrder(self._dialect)
-        self._adopt(engine.sync_engine)
+        self.home = Home(engine, self._table, self._dialect.holds)
         self.keeps = self._dialect.keeps
         self.sees_in_flight = Promise.SEES_TWINS_ELSEWHERE in self.keeps
-        self.leases = SqlLeases(engine, self._dialect)
+        self.leases = SqlLeases(engine, self._dialect, speak=self._on)
 
     durable = True
     refusals_logged_at = logging.INFO
 
-    async def claim(self, intent: Intent, transaction: SessionTransaction) -> Outcome:
+    # Claims, on the handler's connection
+
+    async def claim(self, intent: Intent, transaction: RidingTransaction) -> Outcome:
         """Take the id inside the transaction, or say why not, and leave the transaction usable."""
         token = os.urandom(16)
-        outcome = await transaction.run(partial(self._claim, intent=intent, token=token))
+
+        def take(connection: Connection) -> Outcome:
+            _refuse_autocommit(connection)
+            return self._on(connection).claim(connection, intent, token)
+
+        def undo(connection: Connection) -> int:
+            return self._on(connection).release(connection, intent.key, token)
+
+        def keys() -> set[bytes]:
+            return {intent.key} - transaction.withdrawn
+
+        outcome = await transaction.run(take, undo=undo)
         if isinstance(outcome, Claimed):
             transaction.carry(
-                lambda connection: (
-                    intent.key in transaction.withdrawn or self._dialect.holds(connection, intent.key, token)
-                ),
-                lambda connection: isinstance(self._dialect.claim(connection, intent, token), Claimed),
+                Carried(
+                    token,
+                    keys,
+                    holds=lambda on: not keys() or self._on(on).holds(on, intent.key, token),
+                    retake=lambda on: isinstance(take(on), Claimed),
+                )
             )
         return outcome
 
-    def _claim(self, connection: Connection, intent: Intent, token: bytes) -> Outcome:
-        self._receive(connection)
-        return self._dialect.claim(connection, intent, token)
-
     async def claim_many(
-        self, intents: Sequence[Intent], transaction: SessionTransaction
+        self, intents: Sequence[Intent], transaction: RidingTransaction
     ) -> dict[bytes, Outcome]:
         """Take the ids inside the transaction, in the order of their keys, and leave it usable."""
         token = os.urandom(16)
-        outcomes = await transaction.run(partial(self._claim_many, intents=intents, token=token))
+
+        def take(connection: Connection, wanted: Sequence[Intent]) -> dict[bytes, Outcome]:
+            _refuse_autocommit(connection)
+            return self._many_on(connection).claim(connection, wanted, token)
+
+        def undo(connection: Connection) -> int:
+            return self._many_on(connection).release(connection, [each.key for each in intents], token)
+
+        outcomes = await transaction.run(partial(take, wanted=intents), undo=undo)
         claimed = {key for key, outcome in outcomes.items() if isinstance(outcome, Claimed)}
 
-        def hold(connection: Connection) -> bool:
-            return self._batches.hold(connection, claimed - transaction.withdrawn, token)
+        def keys() -> set[bytes]:
+            return claimed - transaction.withdrawn
 
         def retake(connection: Connection) -> bool:
-            still = [intent for intent in intents if intent.key in claimed - transaction.withdrawn]
-            again = self._batches.claim(connection, still, token)
+            again = take(connection, [intent for intent in intents if intent.key in keys()])
             return all(isinstance(outcome, Claimed) for outcome in again.values())
 
-        transaction.carry(hold, retake)
+        transaction.carry(
+            Carried(token, keys, holds=lambda on: self._many_on(on).hold(on, keys(), token), retake=retake)
+        )
         return outcomes
 
-    def _claim_many(
-        self, connection: Connection, intents: Sequence[Intent], token: bytes
-    ) -> dict[bytes, Outcome]:
-        self._receive(connection)
-        return self._batches.claim(connection, intents, token)
-
-    def _receive(self, connection: Connection) -> None:
-        """Prepare a connection that claims are about to ride on, or refuse it."""
-        if connection.engine not in self._engines:
-            self._must_be_ours(connection)
-            self._adopt(connection.engine)
-        _refuse_autocommit(connection)
-
-    def _adopt(self, engine: Engine) -> None:
-        note_failures(engine)
-        self._dialect.adopt(engine)
-        self._engines.add(engine)
-
-    async def look(self, intent: Intent, transaction: SessionTransaction) -> Outcome | None:
+    async def look(self, intent: Intent, transaction: RidingTransaction) -> Outcome | None:
         """Return what a committed, unexpired claim answers; None where there is none."""
-        return await transaction.run(partial(self._dialect.look, intent=intent))
+        return await transaction.run(lambda on: self._on(on).look(on, intent))
 
-    async def renew(self, intent: Intent, receipt: Receipt, transaction: SessionTransaction) -> None:
+    async def renew(self, intent: Intent, receipt: Receipt, transaction: RidingTransaction) -> None:
         """Count a claim's window anew from now, inside the transaction that made it."""
-        await transaction.run(partial(self._dialect.renew, intent=intent, token=receipt.token))
+        await transaction.run(lambda on: self._on(on).renew(on, intent, receipt.token))
 
-    async def withdraw(self, intent: Intent, receipt: Receipt, transaction: SessionTransaction) -> None:
+    async def withdraw(self, intent: Intent, receipt: Receipt, transaction: RidingTransaction) -> None:
         """Delete a claim inside the transaction that made it."""
-        await transaction.run(partial(self._dialect.release, key=intent.key, token=receipt.token))
+        await transaction.run(lambda on: self._on(on).release(on, intent.key, receipt.token))
         transaction.withdrawn.add(intent.key)
 
     async def withdraw_many(
-        self, intents: Sequence[Intent], receipt: Receipt, transaction: SessionTransaction
+        self, intents: Sequence[Intent], receipt: Receipt, transaction: RidingTransaction
     ) -> None:
         """Delete claims of one batch inside the transaction that made them."""
         keys = [intent.key for intent in intents]
-        await transaction.run(partial(self._batches.release, keys=keys, token=receipt.token))
+        await transaction.run(lambda on: self._many_on(on).release(on, keys, receipt.token))
         transaction.withdrawn.update(keys)
 
-    async def release_many(self, intents: Sequence[Intent], receipt: Receipt) -> None:
-        """Delete committed claims of one batch in a transaction of its own."""
-        keys = [intent.key for intent in intents]
-        with store_errors():
-            async with self._engine.begin() as connection:
-                await connection.run_sync(self._batches.release, keys, receipt.token)
+    def _many_on(self, connection: Connection) -> InOrder:
+        """Return the statements for many ids, likewise."""
+        return InOrder(self._on(connection))
+
+    def _on(self, connection: Connection) -> Dialect:
+        """Return the statements in the style of a connection's driver, which need not be ours.
+
+        Raises:
+            ConfigurationError: No claim can ride there.
+        """
+        spoken = self._spoken.get(connection.dialect)
+        if spoken is None:
+            with self._meeting:  # connections of synchronous engines come from many threads
+                spoken = self._spoken.get(connection.dialect) or self._meet(connection)
+        return spoken
+
+    def _meet(self, connection: Connection) -> Dialect:
+        if not isinstance(connection, Connection):  # a driver's own, which has been looked at before
+            return self._speak(connection.dialect, PostgreSQL)
+        self.home.must_be_at(connection.engine)
+        if connection.dialect.name == "sqlite" and connection.in_nested_transaction():
+            # Its driver has begun no transaction before the savepoint, so releasing that would COMMIT.
+            msg = (
+                "the first claim on this SQLite engine is in a savepoint, which holds on a prepared engine "
+                "only: call dedup.adopt(engine) when the app starts"
+            )
+            raise ConfigurationError(msg)
+        return self._adopt(connection.engine)
+
+    def adopt(self, engine: Engine) -> None:
+        """Prepare an engine of the app's whose connections claims will ride on.
+
+        Raises:
+            ConfigurationError: It is on another database, or no claim can ride there.
+        """
+        self.home.must_be_at(engine)
+        with self._meeting:
+            if engine.dialect not in self._spoken:
+                self._adopt(engine)
+
+    def _adopt(self, engine: Engine) -> Dialect:
+        root = root_of(engine)
+        spoken = self._speak(root.dialect, self._statements)
+        note_failures(root)
+        spoken.adopt(root)
+        return spoken
+
+    def _speak(self, driver: Driver, statements: Callable[[Table, Driver], Dialect]) -> Dialect:
+        dialect = self._spoken[driver] = statements(self._table, driver)
+        return dialect
+
+    # On connections of our own
 
     async def release(self, intent: Intent, receipt: Receipt | None) -> bool:
         """Delete a committed claim in a transaction of its own; None instead of a receipt: whoever's."""
@@ -210,6 +266,13 @@ class SqlStore:
             async with self._engine.begin() as connection:
                 deleted = await connection.run_sync(self._dialect.release, intent.key, token)
         return deleted > 0
+
+    async def release_many(self, intents: Sequence[Intent], receipt: Receipt) -> None:
+        """Delete committed claims of one batch in a transaction of its own."""
+        keys = [intent.key for intent in intents]
+        with store_errors():
+            async with self._engine.begin() as connection:
+                await connection.run_sync(self._batches.release, keys, receipt.token)
 
     async def reap(self, limit: int) -> int:
         """Delete at most so many expired claims in one transaction, and return how many."""
@@ -224,6 +287,7 @@ class SqlStore:
                 await connection.run_sync(self._create)
 
     def _create(self, connection: Connection) -> None:
+        connection.execution_options(schema_translate_map=None)  # the table's schema is translated already
         alone = self._dialect.serialize_creation(connection)
         try:
             self._table.create(connection, checkfirst=True)
@@ -278,21 +342,19 @@ class SqlStore:
         """The database's URL, without its password."""
         return self._engine.url.render_as_string()
 
-    def _must_be_ours(self, connection: Connection) -> None:
-        """Refuse a session on another database: its claims would be reaped and released by nobody."""
-        ours, theirs = self._engine.url, connection.engine.url
-        if (ours.host, ours.port, ours.database) != (theirs.host, theirs.port, theirs.database):
-            msg = (
-                f"the handler's session is on {theirs.render_as_string()}, but this Dedup is on "
-                f"{ours.render_as_string()}: give Dedup(...) the handler's engine or sessionmaker"
-            )
-            raise ConfigurationError(msg)
+
+def _translated(table: Table, engine: AsyncEngine) -> Table:
+    """Return the table where an engine's `schema_translate_map` puts it: statements as text know no map."""
+    schemas = engine.get_execution_options().get("schema_translate_map") or {}
+    if table.schema not in schemas:
+        return table
+    return table.to_metadata(MetaData(), schema=schemas[table.schema])
 
 
 def _refuse_autocommit(connection: Connection) -> None:
     """Refuse a connection that commits every statement at once: nothing could undo a claim."""
-    if connection.dialect.name == "sqlite":
-        return  # there the store begins the transaction itself
+    if connection.dialect.name == "sqlite" or not isinstance(connection, Connection):
+        return  # there the store begins the transaction itself, here the transaction has been looked at
     driver_connection = connection.connection.dbapi_connection
     try:
         commits = driver_connection is not None and connection.dialect.detect_autocommit_setting(

@@ -33,6 +33,7 @@ class Memory:
         self.idle = True
         self.outermost = True
         self.commits = 0
+        self.in_hand = True
         self.may_step_aside = True
         self.commit_error: BaseException | None = None
         self.rollback_error: BaseException | None = None
@@ -73,6 +74,12 @@ class Memory:
         if self.rollback_error is not None:
             raise self.rollback_error
         self.end(Fate.CLOSED)
+
+    async def confirm(self) -> None:
+        pass
+
+    async def leave(self) -> None:
+        pass
 
     def end(self, fate: Fate) -> None:
         """End as the handler, the app or a crash makes a transaction end."""

@@ -9,7 +9,7 @@ from fastapi import Depends, HTTPException, Request, Response
 from fastapi.responses import PlainTextResponse
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from fastapi_dedup import Claim, Dedup, Deduplicated, DuplicateError, RequestSession
 from tests.databases import orders_table
@@ -237,18 +237,30 @@ async def test_an_override_of_something_else_changes_nothing(sqlite: World) -> N
         assert (await c.post("/orders", headers={KEY: "k"})).status_code == 409
 
 
-@pytest.mark.parametrize("kind", ["a sync Session", "a connection", "None", "something else"])
-async def test_what_gives_no_async_session_is_refused_loudly(sqlite: World, kind: str) -> None:
+WRONG = {
+    "a sync Session of an async engine": "give the claim its AsyncSession",
+    "a sync connection of an async engine": "give the claim its AsyncConnection",
+    "None": "a claim cannot ride a builtins.NoneType: session= must give an AsyncSession or Session",
+    "something else": "a claim cannot ride a builtins.object: session= must give an AsyncSession or Session",
+    "a connection that is not open": "the AsyncConnection is not open",
+    "one session per thread": "give it a scopefunc",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+async def test_what_no_claim_can_ride_is_refused_loudly(postgres: World, kind: str) -> None:
     async def give() -> AsyncIterator[Any]:
-        async with sqlite.engine.connect() as connection:
+        async with postgres.engine.connect() as connection:
             yield {
-                "a sync Session": Session(connection.sync_connection),
-                "a connection": connection,
+                "a sync Session of an async engine": Session(connection.sync_connection),
+                "a sync connection of an async engine": connection.sync_connection,
+                "a connection that is not open": postgres.engine.connect(),
+                "one session per thread": scoped_session(sessionmaker(postgres.engine.sync_engine)),
                 "None": None,
                 "something else": object(),
             }[kind]
 
-    app = sqlite.app()
+    app = postgres.app()
     ran: list[int] = []
 
     @app.post("/orders", dependencies=[Depends(Deduplicated(session=give))])
@@ -262,7 +274,7 @@ async def test_what_gives_no_async_session_is_refused_loudly(sqlite: World, kind
     async with client(app) as c:
         answer = await c.post("/orders", headers={KEY: "k"})
     assert (answer.status_code, ran) == (500, [])
-    assert "session= must give a sqlalchemy.ext.asyncio.AsyncSession" in answer.text
+    assert WRONG[kind] in answer.text
 
 
 async def test_a_session_on_another_database_than_the_runtimes_is_refused(

@@ -16,9 +16,16 @@ from typing import Annotated, Any, Optional
 import pytest
 from fastapi import Depends
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
-from fastapi_dedup import Claim, ConfigurationError, Deduplicated, DuplicateError, StoreUnavailableError
+from fastapi_dedup import (
+    Claim,
+    ConfigurationError,
+    Dedup,
+    Deduplicated,
+    DuplicateError,
+    StoreUnavailableError,
+)
 from fastapi_dedup.hooks import EventKind
 from fastapi_dedup.messaging.envelope import Envelope
 from fastapi_dedup.messaging.handler import Result
@@ -252,7 +259,8 @@ class Callable:
     ids=["an object", "a method", "a partial"],
 )
 async def test_a_handler_is_whatever_can_be_called(world: World, function: Any, ordered: str) -> None:
-    handler = world.dedup.handler(BY_SKU, endpoint="orders")(function)
+    dedup = Dedup(async_sessionmaker(world.engine, class_=Subclass), reap_every=None)
+    handler = dedup.handler(BY_SKU, endpoint="orders")(function)
     assert [await handler(TEA), await handler(TEA)] == [HANDLED, DUPLICATE]
     assert await world.orders() == [ordered]
 

@@ -115,5 +115,5 @@ def test_a_server_without_room_for_the_locks_is_named_with_the_ways_out() -> Non
 
 async def test_a_session_that_cannot_carry_a_claim_carries_no_batch(world: World) -> None:
     with pytest.raises(ConfigurationError, match="cannot ride"):
-        async with world.dedup.claim_many(["p"], scope="tests", session="no session"):  # type: ignore[arg-type]
+        async with world.dedup.claim_many(["p"], scope="tests", session="no session"):
             raise AssertionError

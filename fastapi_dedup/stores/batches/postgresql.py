@@ -19,7 +19,7 @@ from fastapi_dedup.stores.codes import sqlstate
 from fastapi_dedup.stores.dialects.postgresql import LOOKS, SERIALIZATION_FAILURE, answer_of, receipt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from sqlalchemy import Connection, Row, TextClause
 
@@ -128,7 +128,7 @@ class PostgreSQLBatches:
         for _ in range(LOOKS):
             rows = connection.execute(self._claim, self._values(left.values(), token)).all()
             outcomes |= _answers(rows, left, token)
-            expired = [left[row.key] for row in rows if row.key not in outcomes and row.found_at is not None]
+            expired = [left[key] for key, row in _by_key(rows) if key not in outcomes and row.found_at]
             left = {key: intent for key, intent in left.items() if key not in outcomes}
             if left and not rows[0].fresh:
                 return outcomes | self._claim_on_snapshot(connection, list(left.values()), expired, token)
@@ -167,7 +167,7 @@ class PostgreSQLBatches:
         self, connection: Connection, expired: Sequence[Intent], token: bytes
     ) -> dict[bytes, Outcome]:
         rows = connection.execute(self._take_over, self._values(expired, token))
-        return {row.key: Claimed(receipt_of(token, row.taken_at, row.taken_until)) for row in rows}
+        return {key: Claimed(receipt_of(token, row.taken_at, row.taken_until)) for key, row in _by_key(rows)}
 
     def _values(self, intents: Collection[Intent], token: bytes) -> dict[str, Any]:
         some = next(iter(intents))
@@ -192,14 +192,18 @@ class PostgreSQLBatches:
         return connection.execute(self._release, {"keys": list(keys), "token": token}).rowcount
 
 
+def _by_key(rows: Iterable[Row[Any]]) -> Iterator[tuple[bytes, Row[Any]]]:
+    return ((bytes(row.key), row) for row in rows)  # psycopg2 gives a memoryview, which is no key
+
+
 def _answers(rows: Sequence[Row[Any]], intents: Mapping[bytes, Intent], token: bytes) -> dict[bytes, Outcome]:
     """Return what is known of ids by now: not of those that are expired, or hidden by the snapshot."""
     answers: dict[bytes, Outcome] = {}
-    for row in rows:
+    for key, row in _by_key(rows):
         if row.taken_at is not None:
-            answers[row.key] = Claimed(receipt_of(token, row.taken_at, row.taken_until))
-        elif (answer := answer_of(row, intents[row.key])) is not None:
-            answers[row.key] = answer
+            answers[key] = Claimed(receipt_of(token, row.taken_at, row.taken_until))
+        elif (answer := answer_of(row, intents[key])) is not None:
+            answers[key] = answer
         elif not row.free:
-            answers[row.key] = InFlight()
+            answers[key] = InFlight()
     return answers

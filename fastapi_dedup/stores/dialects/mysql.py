@@ -25,7 +25,7 @@ from fastapi_dedup.stores.codes import Kind, kind
 from fastapi_dedup.stores.promises import Promise
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection, Dialect, Engine, Row, Table, TextClause
 
@@ -239,8 +239,9 @@ class MySQL:
         return connection.execute(self._delete, {"keys": json.dumps([key.hex() for key in keys])}).rowcount
 
     def adopt(self, engine: Engine) -> None:
-        """Have the engine's pool give back the locks of connections that come home."""
+        """Have the locks of connections given back that come home to their pool, or roll back before."""
         event.listen(engine, "reset", _give_back)
+        event.listen(engine, "rollback", _give_back_early)
 
     def serialize_creation(self, connection: Connection) -> bool:
         """Wait for other processes that are creating the table, or be the one that others wait for."""
@@ -270,10 +271,19 @@ class MySQL:
         connection.info.setdefault(_NAMED_LOCKS, []).extend(names)
 
 
+def _give_back_early(connection: Connection) -> None:
+    """Give the locks of a connection back that its owner keeps after a ROLLBACK."""
+    if not connection.invalidated and (names := connection.info.pop(_NAMED_LOCKS, ())):
+        _release(connection.connection, names)
+
+
 def _give_back(driver_connection: Any, record: Any, state: Any) -> None:
     names = record.info.pop(_NAMED_LOCKS, ())
-    if not names or state.terminate_only:
-        return  # the server frees the locks of a connection that ends
+    if names and not state.terminate_only:  # the server frees the locks of a connection that ends
+        _release(driver_connection, names)
+
+
+def _release(driver_connection: Any, names: Sequence[str]) -> None:
     cursor = driver_connection.cursor()
     for start in range(0, len(names), _RELEASED_AT_ONCE):
         some = names[start : start + _RELEASED_AT_ONCE]

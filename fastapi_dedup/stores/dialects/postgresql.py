@@ -297,6 +297,6 @@ def answer_of(row: Row[Any], intent: Intent) -> Duplicate | InFlight | Mismatch 
         claimed_at=row.found_at.astimezone(UTC),
         expires_at=row.found_until.astimezone(UTC),
         leased_until=row.leased_until,
-        fingerprint=row.fingerprint,
+        fingerprint=None if row.fingerprint is None else bytes(row.fingerprint),  # psycopg2's is a memoryview
         now=row.at,
     )
