@@ -176,6 +176,8 @@ def postgres_database(server_url: str) -> Iterator[str]:
     with _connect(server_url) as admin:
         # template0 and the C locale: the same database on every machine, whatever its template1 holds.
         admin.execute(f"create database {name} template template0 encoding 'UTF8' locale 'C'".encode())
+        # What is committed is there for everybody, but nobody waits for the disk: no test crashes the server.
+        admin.execute(f"alter database {name} set synchronous_commit = off".encode())
     try:
         yield make_url(driver_url(server_url, None)).set(database=name).render_as_string(hide_password=False)
     finally:

@@ -28,11 +28,11 @@ class Promise(enum.Enum):
     )
     WRITES_SIDE_BY_SIDE = (
         "claims of different ids wait neither for each other nor for the reaper",
-        "there is one writer at a time, and the next one waits for it",
+        "claims of different ids may wait for each other, or for the reaper",
     )
     ANY_ORDER = (
         "transactions that claim the same ids in different orders never deadlock",
-        "transactions that claim the same ids in different orders may deadlock, and one of them is told 503",
+        "transactions that claim the same ids in different orders may deadlock: one of them is told 503",
     )
     FREE_WITH_SAVEPOINT = (
         "an id whose claim was rolled back with a savepoint is free at once",
@@ -40,7 +40,7 @@ class Promise(enum.Enum):
     )
     SNAPSHOTS = (
         "a race lost behind the snapshot of REPEATABLE READ or SERIALIZABLE is a refusal, no error",
-        "a transaction that has read an older state of the database cannot claim, and is told 503",
+        "a transaction that has read an older state of the database may be told 503",
     )
     NAMES_A_MISSING_TABLE = (
         "a missing table of claims is told from a database that is down",

@@ -25,6 +25,7 @@ from fastapi_dedup.messaging.envelope import Envelope
 from fastapi_dedup.messaging.handler import Result
 from fastapi_dedup.policy import Policy, failure_status
 from fastapi_dedup.tables import claims_table
+from tests.docs import support
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors_of, code, name_of, prose_of, table_of
 
 REFERENCE = DOCS / "reference"
@@ -220,6 +221,15 @@ def test_the_columns() -> None:
     assert attributes_told("table.md", "## Columns") == [
         column.name for column in claims_table(MetaData()).columns
     ]
+
+
+# Databases
+
+
+def test_the_table_of_databases_says_what_the_suite_goes_by() -> None:
+    page = support.PAGE.read_text()
+    assert page == support.written(page), "run python -m tests.docs.support"
+    assert support.support() in page
 
 
 # The front door

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.databases import url_of
-from tests.stores.promises import BACKENDS, Backend
+from tests.stores.promises import BACKENDS, SLICE, Backend
 from tests.stores.worlds import World, world_of
+
+_NO_PARAMETERS = SimpleNamespace(params={})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to `make soak` what would take the time of every run to say again what another driver says."""
+    for item in items:
+        backend = getattr(item, "callspec", _NO_PARAMETERS).params.get("backend")
+        if isinstance(backend, Backend) and backend.in_slices and item.path.stem not in SLICE:
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda backend: str(backend.name))

@@ -1,7 +1,8 @@
 """The stores that the suite runs over, as data: it branches on this, and never skips without saying why.
 
 What a store promises is its dialect's own word; what is tested holds for whoever gives it. A store that joins
-adds one line to `BACKENDS` and one kind of `World`; no scenario names a backend.
+adds one line to `BACKENDS` and one kind of `World`; no scenario names a backend. The documentation's table of
+databases is made of this too: `python -m tests.docs.support` writes it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,60 @@ from fastapi_dedup.stores.dialects.sqlite import SQLite
 from fastapi_dedup.stores.promises import Promise
 from fastapi_dedup.stores.sql import Dialect
 
-__all__ = ["BACKENDS", "Backend", "Promise"]
+__all__ = ["BACKENDS", "COMPILED", "SLICE", "Backend", "Promise", "Store"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """What the documentation says of a store.
+
+    Attributes:
+        title: The database, and how it is reached.
+        floor: The oldest version that has what the statements need; () where none is known.
+        run_on: The versions that the whole suite was run on; () where it never was.
+        instead: What was done instead.
+        drivers: The drivers, where no backend of the suite tells.
+        keeps: What it promises.
+    """
+
+    title: str
+    floor: tuple[int, ...] = ()
+    run_on: tuple[str, ...] = ()
+    instead: str = "not run: compiled"
+    drivers: str = "any asynchronous one of SQLAlchemy's"
+    keeps: frozenset[Promise]
+
+
+POSTGRESQL = Store(title="PostgreSQL", floor=(12,), run_on=("15.20", "18.6"), keeps=PostgreSQL.keeps)
+PGBOUNCER = Store(
+    title="PostgreSQL through pgbouncer (transaction mode)",
+    floor=(12,),
+    run_on=("15.20 behind 1.18.0",),
+    keeps=PostgreSQL.keeps,
+)
+MARIADB = Store(title="MariaDB", floor=(10, 6), run_on=("10.11.19",), keeps=MySQL.keeps)
+MYSQL = Store(
+    title="MySQL",
+    floor=(8, 0),
+    instead="not run: gets MariaDB's statements",
+    drivers="asyncmy, aiomysql",
+    keeps=MySQL.keeps,
+)
+SQLITE = Store(title="SQLite", floor=(3, 35), run_on=("3.40.1",), keeps=SQLite.keeps)
+GENERIC_POSTGRESQL = Store(
+    title='PostgreSQL, `dialect="generic"`', run_on=("15.20", "18.6"), keeps=habits_of("postgresql").keeps
+)
+GENERIC_MARIADB = Store(
+    title='MariaDB, `dialect="generic"`', run_on=("10.11.19",), keeps=habits_of("mariadb").keeps
+)
+COMPILED = (
+    MYSQL,
+    Store(title="SQL Server", keeps=habits_of("mssql").keeps),
+    Store(title="Oracle", keeps=habits_of("oracle").keeps),
+    Store(title="CockroachDB", keeps=habits_of("cockroachdb").keeps),
+    Store(title="any other", instead="not run: tried out at start-up", keeps=habits_of("any other").keeps),
+)
+"""The stores whose statements no test has run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,36 +83,44 @@ class Backend:
     Attributes:
         name: What the tests call it.
         database: Its name in `tests.databases`.
+        store: What the documentation says of it, and what it promises.
+        driver: The driver, and how to install it; "" where the documentation need not tell.
         dialect: Whose statements are run there.
-        keeps: What it promises.
         app_engine: Whether the engine is the app's, as `tests.databases.engine_on` makes it; else
             `Dedup(url)` makes it.
         options: What else `Dedup` is told.
         claiming: The first words of the statements that a claim costs.
         reaps_fast: Whether a batch of the reaper's is a statement or two; else each claim is deleted by one.
         tick: The smallest step of its clock.
+        in_slices: Whether `make test` runs only the modules `SLICE` over it, and `make soak` the others.
     """
 
     name: str
     database: str
+    store: Store
+    driver: str = ""
     dialect: type[Dialect]
-    keeps: frozenset[Promise]
     app_engine: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     claiming: tuple[str, ...]
     reaps_fast: bool = True
     tick: timedelta = timedelta(microseconds=1)
+    in_slices: bool = False
 
     def __contains__(self, promise: Promise) -> bool:
-        return promise in self.keeps
+        return promise in self.store.keeps
 
 
-_POSTGRESQL: Mapping[str, Any] = {"dialect": PostgreSQL, "keeps": PostgreSQL.keeps, "claiming": ("WITH",)}
-_MARIADB: Mapping[str, Any] = {"dialect": MySQL, "keeps": MySQL.keeps, "claiming": ("SELECT", "INSERT")}
+SLICE = {"test_claiming", "test_isolation", "test_statements", "test_transactions", "test_generic"}
+"""The modules that every run has for every backend."""
+
+_POSTGRESQL: Mapping[str, Any] = {"dialect": PostgreSQL, "claiming": ("WITH",)}
+_PGBOUNCER: Mapping[str, Any] = {"store": PGBOUNCER, "app_engine": True, **_POSTGRESQL}
+_MARIADB: Mapping[str, Any] = {"store": MARIADB, "dialect": MySQL, "claiming": ("SELECT", "INSERT")}
 _SQLITE: Mapping[str, Any] = {
     "database": "sqlite",
+    "store": SQLITE,
     "dialect": SQLite,
-    "keeps": SQLite.keeps,
     "claiming": ("SELECT", "BEGIN", "INSERT"),
     "tick": timedelta(milliseconds=1),
 }
@@ -67,28 +129,46 @@ _GENERIC: Mapping[str, Any] = {
     "options": {"dialect": "generic"},
     "reaps_fast": False,
 }
+_ASYNCPG = "asyncpg (`fastapi-dedup[postgresql]`)"
+_PSYCOPG = "psycopg 3 (`fastapi-dedup[psycopg]`)"
+_ASYNCMY = "asyncmy (`fastapi-dedup[asyncmy]`)"
 
 BACKENDS = (
-    Backend(name="asyncpg", database="asyncpg", **_POSTGRESQL),
-    Backend(name="psycopg", database="psycopg", **_POSTGRESQL),
-    Backend(name="asyncpg-pgbouncer", database="asyncpg+pgbouncer", app_engine=True, **_POSTGRESQL),
-    Backend(name="psycopg-pgbouncer", database="psycopg+pgbouncer", app_engine=True, **_POSTGRESQL),
-    Backend(name="sqlite", **_SQLITE),
+    Backend(name="asyncpg", database="asyncpg", store=POSTGRESQL, driver=_ASYNCPG, **_POSTGRESQL),
+    Backend(name="psycopg", database="psycopg", store=POSTGRESQL, driver=_PSYCOPG, **_POSTGRESQL),
+    Backend(name="asyncpg-pgbouncer", database="asyncpg+pgbouncer", driver=_ASYNCPG, **_PGBOUNCER),
+    Backend(
+        name="psycopg-pgbouncer",
+        database="psycopg+pgbouncer",
+        driver=_PSYCOPG,
+        in_slices=True,
+        **_PGBOUNCER,
+    ),
+    Backend(name="sqlite", driver="aiosqlite (comes with the package)", **_SQLITE),
     Backend(name="sqlite-app-engine", app_engine=True, **_SQLITE),
-    Backend(name="asyncmy", database="asyncmy", **_MARIADB),
-    Backend(name="aiomysql", database="aiomysql", **_MARIADB),
+    Backend(name="asyncmy", database="asyncmy", driver=_ASYNCMY, **_MARIADB),
+    Backend(
+        name="aiomysql",
+        database="aiomysql",
+        driver="aiomysql (`fastapi-dedup[aiomysql]`)",
+        in_slices=True,
+        **_MARIADB,
+    ),
     Backend(
         name="asyncpg-generic",
         database="asyncpg",
-        keeps=habits_of("postgresql").keeps,
+        store=GENERIC_POSTGRESQL,
+        driver=_ASYNCPG,
         claiming=("SELECT", "SAVEPOINT", "SHOW", "SET", "INSERT", "SET", "RELEASE"),
         **_GENERIC,
     ),
     Backend(
         name="asyncmy-generic",
         database="asyncmy",
-        keeps=habits_of("mysql").keeps,
+        store=GENERIC_MARIADB,
+        driver=_ASYNCMY,
         claiming=("SELECT", "SAVEPOINT", "INSERT", "RELEASE"),
+        in_slices=True,
         **_GENERIC,
     ),
 )

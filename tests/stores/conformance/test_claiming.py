@@ -21,6 +21,13 @@ def test_every_database_that_the_tests_know_is_run_through_the_suite() -> None:
     assert {backend.database for backend in BACKENDS} == known
 
 
+async def test_the_database_is_no_older_than_the_documentation_asks_for(world: World) -> None:
+    async with world.engine.connect():
+        version = world.engine.dialect.server_version_info
+    assert version is not None
+    assert version >= world.backend.store.floor
+
+
 @pytest.mark.parametrize("neighbours", ["one process", "many processes"])
 async def test_one_of_many_concurrent_claimants_runs(world: World, neighbours: str) -> None:
     claimants = 8
