@@ -44,7 +44,7 @@ class Store:
     keeps: frozenset[Promise]
 
 
-POSTGRESQL = Store(title="PostgreSQL", floor=(12,), run_on=("15.20",), keeps=PostgreSQL.keeps)
+POSTGRESQL = Store(title="PostgreSQL", floor=(12,), run_on=("15.20", "18.6"), keeps=PostgreSQL.keeps)
 PGBOUNCER = Store(
     title="PostgreSQL through pgbouncer (transaction mode)",
     floor=(12,),
@@ -61,7 +61,7 @@ MYSQL = Store(
 )
 SQLITE = Store(title="SQLite", floor=(3, 35), run_on=("3.40.1",), keeps=SQLite.keeps)
 GENERIC_POSTGRESQL = Store(
-    title='PostgreSQL, `dialect="generic"`', run_on=("15.20",), keeps=habits_of("postgresql").keeps
+    title='PostgreSQL, `dialect="generic"`', run_on=("15.20", "18.6"), keeps=habits_of("postgresql").keeps
 )
 GENERIC_MARIADB = Store(
     title='MariaDB, `dialect="generic"`', run_on=("10.11.19",), keeps=habits_of("mariadb").keeps
