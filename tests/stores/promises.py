@@ -136,7 +136,13 @@ _ASYNCMY = "asyncmy (`fastapi-dedup[asyncmy]`)"
 BACKENDS = (
     Backend(name="asyncpg", database="asyncpg", store=POSTGRESQL, driver=_ASYNCPG, **_POSTGRESQL),
     Backend(name="psycopg", database="psycopg", store=POSTGRESQL, driver=_PSYCOPG, **_POSTGRESQL),
-    Backend(name="asyncpg-pgbouncer", database="asyncpg+pgbouncer", driver=_ASYNCPG, **_PGBOUNCER),
+    Backend(
+        name="asyncpg-pgbouncer",
+        database="asyncpg+pgbouncer",
+        driver=_ASYNCPG,
+        in_slices=True,
+        **_PGBOUNCER,
+    ),
     Backend(
         name="psycopg-pgbouncer",
         database="psycopg+pgbouncer",
@@ -145,7 +151,7 @@ BACKENDS = (
         **_PGBOUNCER,
     ),
     Backend(name="sqlite", driver="aiosqlite (comes with the package)", **_SQLITE),
-    Backend(name="sqlite-app-engine", app_engine=True, **_SQLITE),
+    Backend(name="sqlite-app-engine", app_engine=True, in_slices=True, **_SQLITE),
     Backend(name="asyncmy", database="asyncmy", driver=_ASYNCMY, **_MARIADB),
     Backend(
         name="aiomysql",
@@ -160,6 +166,7 @@ BACKENDS = (
         store=GENERIC_POSTGRESQL,
         driver=_ASYNCPG,
         claiming=("SELECT", "SAVEPOINT", "SHOW", "SET", "INSERT", "SET", "RELEASE"),
+        in_slices=True,
         **_GENERIC,
     ),
     Backend(
