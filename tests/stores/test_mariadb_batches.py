@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 
 from fastapi_dedup import Dedup
 from fastapi_dedup.batches import Batch, BatchOutcome
+from tests.databases import mariadb
 from tests.servers import mariadb_database
 from tests.stores.worlds import statements
 
@@ -20,7 +21,7 @@ NEW, REPEAT, DUPLICATE, IN_FLIGHT, MISMATCH = BatchOutcome
 LEVELS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
 
 
-@pytest.fixture(params=["asyncmy", "aiomysql"])
+@pytest.fixture(params=mariadb())
 async def engine(request: pytest.FixtureRequest, mariadb_url: str) -> AsyncIterator[AsyncEngine]:
     url = make_url(mariadb_url).set(drivername=f"mysql+{request.param}")
     made = create_async_engine(url, pool_size=30)
