@@ -41,6 +41,7 @@ class Flights:
         self._flights: dict[bytes, Flight] = {}
         self._lines: dict[bytes, list[Place]] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._meanwhile: set[asyncio.Task[None]] = set()
 
     def depart(self, intent: Intent) -> Flight | None:
         """Return a new flight, or None where a neighbour has the id in flight."""
@@ -63,14 +64,24 @@ class Flights:
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Do what must wait for somebody else's transaction to end, and hold on to it meanwhile."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self.begin(work)
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do the same, and return the task."""
+        return _held(self._background, work)
+
+    def meanwhile(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what may take as long as an outage: nothing waits for it, and `drain` gives it up."""
+        _held(self._meanwhile, work)
 
     async def drain(self) -> None:
         """Wait until nothing is left to do in the background."""
         while self._background:
             await asyncio.wait(self._background)
+        while self._meanwhile:
+            for task in self._meanwhile:
+                task.cancel()
+            await asyncio.wait(self._meanwhile)
 
     def seen_from(self, intent: Intent) -> InFlight | Mismatch:
         """Return what an unfinished neighbour means to an intent: not yet, or another payload altogether."""
@@ -147,6 +158,13 @@ class Place:
         pause = self._pause * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, not a secret
         self._pause = min(self._pause * 2, 0.5)
         await asyncio.sleep(pause)
+
+
+def _held(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 def _differ(first: Intent, second: Intent) -> bool:

@@ -11,9 +11,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from sqlalchemy import MetaData
-from sqlalchemy.engine import URL
-from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from fastapi_dedup.blocks import Blocks
 from fastapi_dedup.claims import DEFAULT_WINDOW, Claim, Intent, Lease, positive
@@ -28,13 +26,11 @@ from fastapi_dedup.messaging.handler import MessageHandler
 from fastapi_dedup.policy import Policy
 from fastapi_dedup.reaper import Reaper
 from fastapi_dedup.refusals import error_of
-from fastapi_dedup.stores.borrowed import borrowed
-from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE, bound
+from fastapi_dedup.stores.backing import backing_of
+from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE
+from fastapi_dedup.stores.leases_only import no_riding
 from fastapi_dedup.stores.memory import Memories, MemoryTransaction, window_of
-from fastapi_dedup.stores.sql import SqlStore
-from fastapi_dedup.stores.startup import prepare
-from fastapi_dedup.stores.transactions import OwnTransaction
-from fastapi_dedup.tables import DEFAULT_TABLE, claims_table
+from fastapi_dedup.tables import DEFAULT_TABLE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -45,7 +41,8 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.hooks import Hook
     from fastapi_dedup.policy import Endpoint
-    from fastapi_dedup.store import Enclosing, Store, Transaction
+    from fastapi_dedup.store import Enclosing, Leases, Store, Transaction
+    from fastapi_dedup.stores.backing import Bind
     from fastapi_dedup.stores.riding import RidingTransaction
 
 __all__ = ["Dedup"]
@@ -58,14 +55,15 @@ D = TypeVar("D", bound=Delivery)
 class Dedup(Blocks):
     """The runtime: where claims live, how long they count, and who hears of them.
 
-    One `Dedup` serves one database. `DedupMiddleware` starts and stops it with the app; scripts and workers
-    write `async with dedup:`, or just use it, for the first claim needs no more than the table.
+    One `Dedup` serves one database, or one Redis. `DedupMiddleware` starts and stops it with the app; scripts
+    and workers write `async with dedup:`, or just use it, for the first claim needs no more than the table.
 
     Args:
         bind: The database: a URL, an `AsyncEngine` or an `async_sessionmaker`. Give the engine or
             sessionmaker of your handlers, and claims share their pool. None reads the environment
             variable `FASTAPI_DEDUP_DATABASE_URL`, else uses SQLite in the file `fastapi_dedup.db` in
-            the working directory.
+            the working directory. A URL of Redis, or a `RedisLeases`, does without a database: then every
+            claim needs a `lease=`.
         window: How long ids are honoured unless a policy says otherwise. Default 24 hours. The end of the
             window is stored with each claim, so changing this changes no earlier claim.
         create_table: Whether to create the table of claims at start-up. None creates it on the embedded
@@ -83,6 +81,8 @@ class Dedup(Blocks):
             None, the default, asks the database every time.
         memory: Makes the guard that is the whole store of a policy with `store="memory"`; one for each
             such policy. Default: `GenerationalGuard`, with its defaults.
+        leases: Where leased claims live, such as a `fastapi_dedup.stores.redis.RedisLeases`. None, the
+            default, keeps them in the table, where the handler's COMMIT completes them.
 
     Attributes:
         identities: The publisher's rules: which id a message has by its type.
@@ -93,7 +93,7 @@ class Dedup(Blocks):
 
     def __init__(
         self,
-        bind: str | URL | AsyncEngine | async_sessionmaker[Any] | None = None,
+        bind: Bind = None,
         *,
         window: timedelta = DEFAULT_WINDOW,
         create_table: bool | None = None,
@@ -105,17 +105,17 @@ class Dedup(Blocks):
         hooks: Iterable[Hook] = (),
         guard: GenerationalGuard | None = None,
         memory: Callable[[], GenerationalGuard] = GenerationalGuard,
+        leases: Leases | None = None,
     ) -> None:
         self.window = positive("window", window)
         if isinstance(reap_batch, bool) or not isinstance(reap_batch, int) or reap_batch < 1:
             msg = f"reap_batch must be a whole number of at least 1, not {reap_batch!r}"
             raise ConfigurationError(msg)
         embedded = bind is None and not os.environ.get(DATABASE_URL_VARIABLE)
-        self._open_session, self.engine, self._owns_engine = bound(bind)
         self._create_table = embedded if create_table is None else create_table
-        claims = claims_table(MetaData(), name=table, schema=schema)
-        self._store = SqlStore(self.engine, claims, dialect=dialect)
-        self._leased = LeasedStore(self._store.leases)
+        self._backing = backing_of(bind, leases, table=table, schema=schema, dialect=dialect)
+        self._store = self._backing.store
+        self._leased = LeasedStore(self._backing.leases)
         self._hooks = tuple(hooks)
         self._guard = guard
         self._memories = Memories(memory)
@@ -134,7 +134,21 @@ class Dedup(Blocks):
 
     def __repr__(self) -> str:
         """Name the database, without its password."""
-        return f"Dedup({self.engine.url.render_as_string()!r})"
+        return f"Dedup({self._backing!r})"
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine of its database.
+
+        Raises:
+            ConfigurationError: It has none.
+        """
+        return self._backing.engine
+
+    @property
+    def has_database(self) -> bool:
+        """Whether claims can ride, and `RequestSession` has a session to give."""
+        return self._backing.rides
 
     # Life
 
@@ -144,7 +158,7 @@ class Dedup(Blocks):
         return self._started
 
     async def start(self) -> None:
-        """Create or check the table, and start the reaper. Does nothing the second time.
+        """Create or check the table, check Redis, and start the reaper. Does nothing the second time.
 
         A database that is down does not keep the app from starting, unless the table is to be created:
         claims answer 503 until it is back.
@@ -156,8 +170,8 @@ class Dedup(Blocks):
         async with self._starting:
             if self._started:
                 return
-            await prepare(self._store, create=self._create_table)
-            if self._reap_every is not None:
+            await self._backing.prepare(create_table=self._create_table)
+            if self._reap_every is not None and self._backing.rides:
                 self._reaper.start()
             self._started = True
 
@@ -166,9 +180,7 @@ class Dedup(Blocks):
         self._started = False
         await self._reaper.stop()
         await self._flights.drain()
-        await self._store.leases.dispose()
-        if self._owns_engine:
-            await self.engine.dispose()
+        await self._backing.dispose()
 
     async def __aenter__(self) -> Self:
         """Start."""
@@ -223,11 +235,16 @@ class Dedup(Blocks):
         """
         intent = self.intent(logical_id, scope=scope)
         remembered = self._memories.forget(intent)
+        leased = self._leased.here(intent)
         try:
-            return await self._store.release(intent, None) or remembered
+            released = await self._store.release(intent, None)
+            if leased != intent:  # else the table has them both
+                released |= await self._leased.release(leased, None)
+            return released or remembered
         finally:  # and not before, when the claim would bring itself back to mind
             if self._guard is not None:
                 self._guard.forget(intent.key)
+                self._guard.forget(leased.key)
 
     # Policies
 
@@ -296,7 +313,7 @@ class Dedup(Blocks):
         return self._delivery_of(Delivery)
 
     def _delivery_of(self, kind: type[D]) -> D:
-        own = OwnTransaction(self._open_session, self._store.home)
+        own = self._backing.transaction()
         return kind(self._store, own, flights=self._flights, hooks=self._hooks, guard=self._guard)
 
     def borrow(self, session: Any, *, lent: bool = False) -> RidingTransaction:
@@ -309,7 +326,7 @@ class Dedup(Blocks):
         Raises:
             ConfigurationError: A claim cannot ride that.
         """
-        return borrowed(session, self._store.home, lent=lent)
+        return self._backing.borrow(session, lent=lent)
 
     def place(
         self, policy: Policy, intent: Intent, transaction: Enclosing, delivery: Delivery
@@ -325,22 +342,21 @@ class Dedup(Blocks):
         if policy.store == "memory":
             memory = self._memories.of(policy)
             return memory.here(intent), MemoryTransaction(transaction, delivery), memory
-        if policy.lease is not None:
-            return self._lease(intent, Lease(policy.lease, policy.on_abandoned), transaction)
-        return intent, transaction, None
-
-    def _lease(
-        self, intent: Intent, lease: Lease, transaction: Enclosing
-    ) -> tuple[Intent, Transaction, Store[Any]]:
-        held = LeasedTransaction(transaction, lease, background=self._flights.background)
-        return replace(intent, lease=lease), held, self._leased
+        if policy.lease is None:
+            return intent, transaction, None
+        lease = Lease(policy.lease, policy.on_abandoned)
+        held = LeasedTransaction(self._backing.followed(transaction), lease, flights=self._flights)
+        return self._leased.here(replace(intent, lease=lease)), held, self._leased
 
     def prepare(self, policy: Policy) -> None:
-        """See to what a policy needs of a guard, before its first delivery.
+        """See to what a policy needs, before its first delivery.
 
         Raises:
-            ConfigurationError: The policy's window is longer than the guard that is its store keeps anything.
+            ConfigurationError: It would ride where there is no database, or its window is longer than the
+                guard that is its store keeps anything.
         """
+        if policy.store == "durable" and policy.lease is None and not self._backing.rides:
+            raise no_riding()
         if policy.store == "memory":
             self._memories.of(policy)
         elif self._guard is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,11 +120,22 @@ class BatchStore(Store[Tx_contra], Protocol[Tx_contra]):
         """Delete committed claims of one batch in a transaction of its own."""
 
 
+@runtime_checkable
 class Leases(Protocol):
     """Where leased claims live. Every method is one short transaction; errors are as `Store`'s."""
 
     completes_in_transactions: bool
-    """Whether the handler's own COMMIT can complete a claim."""
+    """Whether the handler's own COMMIT can complete a claim.
+
+    Else completing is a step of its own after the work, and where the store does not answer then, the work
+    is done all the same.
+    """
+
+    realm: bytes
+    """What its claims' intents have as `realm`: b"" where riding claims live in the same place."""
+
+    async def check(self) -> None:
+        """Say at start-up, in the log, what stands in the way of the promises."""
 
     async def take(self, intent: Intent) -> Outcome:
         """Take the id for the length of the intent's lease, or say why not."""
@@ -139,11 +150,14 @@ class Leases(Protocol):
         """Say that the work is done; False where the claim is the receipt's no more."""
 
     def complete_in(self, connection: Any, intent: Intent, receipt: Receipt) -> bool | None:
-        """Complete on the connection of the handler's transaction.
+        """Complete on the connection of the handler's transaction, which is about to commit.
 
         None where that transaction cannot: then nothing has been done, but the lease is the receipt's and
         has been extended, so that it outlasts the COMMIT.
         """
 
-    async def release(self, intent: Intent, receipt: Receipt) -> bool:
-        """Delete the claim, if it still is the receipt's."""
+    async def release(self, intent: Intent, receipt: Receipt | None) -> bool:
+        """Delete the claim, if it still is the receipt's; None instead of a receipt: whoever's."""
+
+    async def dispose(self) -> None:
+        """Close what it has opened. It may be used again."""

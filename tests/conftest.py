@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.pgbouncer import PGBOUNCER, pgbouncer_before
+from tests.redis_servers import REDIS, REDIS_CLUSTER
 from tests.servers import (
     MARIADB,
     NATS,
@@ -87,13 +88,26 @@ def nats_url(pytestconfig: pytest.Config) -> Iterator[str]:
         yield found.url
 
 
+@pytest.fixture(scope="session")
+def redis_url(pytestconfig: pytest.Config) -> Iterator[str]:
+    """Yield the URL of a Redis that others use too: name keys anew, and delete them."""
+    with _noted(REDIS, pytestconfig) as found:
+        yield found.url
+
+
+@pytest.fixture(scope="session")
+def redis_cluster_url(pytestconfig: pytest.Config) -> Iterator[str]:
+    """Yield the URL of a cluster of three masters: name keys anew, and delete them."""
+    with _noted(REDIS_CLUSTER, pytestconfig) as found:
+        yield found.url
+
+
 @pytest.fixture(autouse=True)
 def _count_servers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Count who used which server, those asked for by `request.getfixturevalue` included."""
     yield
-    request.config.stash[_USES].update(
-        s.fixture for s in (*SERVERS, PGBOUNCER) if s.fixture in request.fixturenames
-    )
+    servers = (*SERVERS, PGBOUNCER, REDIS, REDIS_CLUSTER)
+    request.config.stash[_USES].update(s.fixture for s in servers if s.fixture in request.fixturenames)
 
 
 _CROWDED = {"crash", "races"}

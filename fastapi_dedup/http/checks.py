@@ -14,13 +14,21 @@ from pydantic import BaseModel
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.http.bound import policies_of
 from fastapi_dedup.http.dependency import depends_of, request_session
+from fastapi_dedup.stores.leases_only import no_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastapi_dedup.http.dependency import Deduplicated
 
-__all__ = ["Found", "is_claim", "refuse_what_cannot_be_kept", "tree", "unused_session"]
+__all__ = [
+    "Found",
+    "is_claim",
+    "refuse_request_session",
+    "refuse_what_cannot_be_kept",
+    "tree",
+    "unused_session",
+]
 
 
 class Found(NamedTuple):
@@ -175,6 +183,17 @@ def _refuse_two_sessions(found: Found, policy: Deduplicated) -> None:
             f"transactions, because FastAPI caches dependencies by callable and scope: write "
             f"Deduplicated({fix}), so that both name it alike"
         )
+        raise ConfigurationError(msg)
+
+
+def refuse_request_session(found: Found) -> None:
+    """Refuse `RequestSession` on a route of a runtime without a database.
+
+    Raises:
+        ConfigurationError: The route, or a dependency of it, takes it.
+    """
+    if any(each.call is request_session for each in tree(found.dependant)):
+        msg = f"{found.name}: {no_database('RequestSession')}"
         raise ConfigurationError(msg)
 
 

@@ -81,9 +81,19 @@ class DedupMiddleware:
         if policy is None and header is not None:
             self._policy = Deduplicated("header", header, required=False, methods=methods)
         if self._policy is not None:
-            self.dedup.prepare(self._policy)
+            self._prepare(self._policy)
         self._inspected: Inspected | None = None
         self._warned: set[tuple[str, str]] = set()
+
+    def _prepare(self, policy: Deduplicated) -> None:
+        try:
+            self.dedup.prepare(policy)
+        except ConfigurationError as error:
+            msg = (
+                f"DedupMiddleware's own policy: {error}. Write DedupMiddleware(policy=Deduplicated(...)), or "
+                "header=None where routes and handlers have policies of their own"
+            )
+            raise ConfigurationError(msg) from error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or the app's lifespan; pass everything else through untouched."""
@@ -149,6 +159,7 @@ class DedupMiddleware:
                 self._claiming,
                 required_of=self.dedup.required_of,
                 prepare=self.dedup.prepare,
+                has_database=self.dedup.has_database,
                 warn_once=self._warn_once,
             )
 

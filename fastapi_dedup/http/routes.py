@@ -23,7 +23,14 @@ from starlette.routing import Host, Mount, Route
 
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.http.bound import Bound, policies_of
-from fastapi_dedup.http.checks import Found, is_claim, refuse_what_cannot_be_kept, tree, unused_session
+from fastapi_dedup.http.checks import (
+    Found,
+    is_claim,
+    refuse_request_session,
+    refuse_what_cannot_be_kept,
+    tree,
+    unused_session,
+)
 from fastapi_dedup.http.dependency import Deduplicated
 from fastapi_dedup.http.openapi import amend_operation
 from fastapi_dedup.http.reading import DEFAULT_HEADER
@@ -68,6 +75,7 @@ def inspect_app(
     *,
     required_of: Callable[[Endpoint], Policy | None],
     prepare: Callable[[Policy], object],
+    has_database: bool,
     warn_once: Callable[[str, str], bool],
 ) -> Inspected:
     """Inspect an app's routes, and prepare them. Doing it again does no harm.
@@ -77,7 +85,8 @@ def inspect_app(
         own_policy: The middleware's own policy, if it deduplicates by header.
         claiming: Wraps a plain ASGI endpoint so that the middleware's policy claims before it runs.
         required_of: Returns the policy that is required of an endpoint which has none of its own.
-        prepare: Sees to what a policy needs of a guard.
+        prepare: Sees to what a policy needs, and refuses one that the runtime cannot keep.
+        has_database: Whether the runtime has sessions to give.
         warn_once: Tells whether a warning of a kind about a route is to be logged: the first time only.
 
     Raises:
@@ -88,7 +97,9 @@ def inspect_app(
         return Inspected(None, routed=False)
     for found in _fastapi_routes(routes):
         _prepare(found, own_policy, required_of, warn_once)
-        _prepare_guards(found, prepare)
+        _prepare_policies(found, prepare)
+        if not has_database:
+            refuse_request_session(found)
     if own_policy is not None:
         _wrap_plain_routes(routes, claiming)
     for each in _fastapi_apps(app):
@@ -199,7 +210,7 @@ def _host_of(root: Dependant) -> Dependant | None:
     return next((each for each in claims if policies_of(each.call)[0] not in met), None)
 
 
-def _prepare_guards(found: Found, prepare: Callable[[Policy], object]) -> None:
+def _prepare_policies(found: Found, prepare: Callable[[Policy], object]) -> None:
     for _, policy in found.claims():
         try:
             prepare(policy)

@@ -41,6 +41,7 @@ class SqlLeases:
     """
 
     completes_in_transactions = True
+    realm = b""
 
     def __init__(
         self, engine: AsyncEngine, dialect: Dialect, *, speak: Callable[[Connection], Dialect]
@@ -50,6 +51,9 @@ class SqlLeases:
         self._engine = _beside(engine)
         event.listen(engine.sync_engine, "engine_disposed", self._dispose_too)
         dialect.adopt(self._engine.sync_engine)
+
+    async def check(self) -> None:
+        """The table is looked at with the riding claims' start-up."""
 
     async def take(self, intent: Intent) -> Outcome:
         """Take the id for the length of the intent's lease, or say why not."""
@@ -83,9 +87,9 @@ class SqlLeases:
         except exc.MissingGreenlet:  # a synchronous session, in a thread: the last beat must do
             return None
 
-    async def release(self, intent: Intent, receipt: Receipt) -> bool:
-        """Delete the claim, if it still is the receipt's."""
-        key, token = intent.key, receipt.token
+    async def release(self, intent: Intent, receipt: Receipt | None) -> bool:
+        """Delete the claim, if it still is the receipt's; None instead of a receipt: whoever's."""
+        key, token = intent.key, None if receipt is None else receipt.token
         return await self._run(lambda connection: self._dialect.release(connection, key, token) > 0)
 
     def _dispose_too(self, _: Engine) -> None:

@@ -269,7 +269,7 @@ class OwnTransaction(_AsyncTransaction):
 
     async def commit(self) -> None:
         """Commit; a failure is raised as it came."""
-        if self._opened is not None:
+        if self._opened is not None and self._opened.in_transaction():  # else there is nothing in it
             await self._opened.commit()
 
     async def rollback(self) -> None:

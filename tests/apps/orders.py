@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import uvicorn
 from fastapi import Depends, FastAPI, Header
@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 
 from fastapi_dedup import Dedup, Deduplicated, DedupMiddleware, RequestSession
 from fastapi_dedup.hooks import Event, EventKind
+from fastapi_dedup.stores.redis import RedisLeases
 from tests.apps.gate import ask
 
 KILL_POINTS = ("before_claim", "after_claim", "after_write", "after_commit")
@@ -40,6 +41,9 @@ class Settings:
         gate: The port of the gate that handlers go to after their write; 0 for none.
         wait_timeout: How long POST /waiting waits for a twin, in seconds.
         lease: The lease of the claims of POST /leased…, in seconds.
+        on_abandoned: What becomes of them when their owner dies; not in the environment, as what follows.
+        redis: The URL of the Redis that they are in; "" keeps them in the database.
+        prefix: What their keys start with there.
     """
 
     url: str
@@ -47,6 +51,9 @@ class Settings:
     gate: int = 0
     wait_timeout: float = 3600.0
     lease: float = 0.6
+    on_abandoned: Literal["retry", "block"] = "retry"
+    redis: str = ""
+    prefix: str = "dedup:"
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
@@ -88,7 +95,8 @@ class Shop:
             bind = create_async_engine(settings.url, poolclass=NullPool)
         elif settings.pool_size:
             bind = create_async_engine(settings.url, pool_size=settings.pool_size, max_overflow=0)
-        self.dedup = Dedup(bind, create_table=True, hooks=[self._hear])
+        leases = RedisLeases(settings.redis, prefix=settings.prefix) if settings.redis else None
+        self.dedup = Dedup(bind, create_table=True, hooks=[self._hear], leases=leases)
         self.engine = self.dedup.engine
         self.sessions = async_sessionmaker(self.engine, expire_on_commit=False)
         self.checkins = 0
@@ -129,6 +137,17 @@ class Shop:
             case "query for ever":
                 await session.execute(text("select pg_sleep(600)"))
         return JSONResponse({"sku": order.sku}, status_code=201)
+
+    async def write(self, order: Order, session: AsyncSession, kill_at: str) -> None:
+        """Do what an endpoint with a lease does when its slow part is over."""
+        await session.execute(text("insert into orders (sku) values (:sku)"), {"sku": order.sku})
+        match kill_at:
+            case "after_write":
+                die()
+            case "right after COMMIT":
+                event.listen(session.sync_session, "after_commit", lambda _: die())
+            case "after_commit":
+                self.doomed.add(order.sku)
 
 
 def die() -> None:
@@ -235,7 +254,11 @@ def _add_borrowing(app: FastAPI, shop: Shop) -> None:
 
 def _add_leased(app: FastAPI, shop: Shop) -> None:
     """Add the routes whose claim is leased: their handlers go to the gate before they touch the database."""
-    lease = timedelta(seconds=shop.settings.lease)
+    leased_by: Mapping[str, Any] = {
+        **BY_SKU,
+        "lease": timedelta(seconds=shop.settings.lease),
+        "on_abandoned": shop.settings.on_abandoned,
+    }
 
     async def charge(order: Order, kill_at: str) -> None:
         if kill_at == "after_claim":
@@ -244,32 +267,25 @@ def _add_leased(app: FastAPI, shop: Shop) -> None:
             msg = "the handler failed, as the test wished"
             raise RuntimeError(msg)
 
-    async def write(order: Order, session: AsyncSession, kill_at: str) -> None:
-        await session.execute(text("insert into orders (sku) values (:sku)"), {"sku": order.sku})
-        if kill_at == "after_write":
-            die()
-        if kill_at == "after_commit":
-            shop.doomed.add(order.sku)
-
     before = Depends(before_claim)
 
-    @app.post("/leased", status_code=201, dependencies=[before, Depends(Deduplicated(**BY_SKU, lease=lease))])
+    @app.post("/leased", status_code=201, dependencies=[before, Depends(Deduplicated(**leased_by))])
     async def leased(order: Order, session: RequestSession, kill_at: KillAt = "") -> None:
         await charge(order, kill_at)
-        await write(order, session, kill_at)
+        await shop.write(order, session, kill_at)
 
     async def own_session() -> AsyncIterator[AsyncSession]:
         async with shop.sessions() as session:
             yield session
 
-    by_handler = Deduplicated(**BY_SKU, lease=lease, session=own_session)
+    by_handler = Deduplicated(**leased_by, session=own_session)
 
     @app.post("/leased-by-handler", status_code=201, dependencies=[before, Depends(by_handler)])
     async def leased_by_handler(
         order: Order, session: Annotated[AsyncSession, Depends(own_session)], kill_at: KillAt = ""
     ) -> None:
         await charge(order, kill_at)
-        await write(order, session, kill_at)
+        await shop.write(order, session, kill_at)
         await session.commit()
 
 

@@ -50,14 +50,20 @@ class Work(Memory):
 
 
 class Ledger:
-    """Where leases live: it writes down what it is asked for, and answers what the test wants."""
+    """Where leases live: it writes down what it is asked for, and answers what the test wants.
 
-    completes_in_transactions = True
+    Args:
+        apart: Whether it is apart from the handler's database.
+    """
 
-    def __init__(self) -> None:
+    realm = b""
+
+    def __init__(self, *, apart: bool = False) -> None:
+        self.completes_in_transactions = not apart
         self.journal: list[str] = []
         self.fails: dict[str, list[BaseException]] = {}
-        self.answers: dict[str, Any] = {"extend": True, "complete": True, "complete_in": True}
+        complete_in = None if apart else True
+        self.answers: dict[str, Any] = {"extend": True, "complete": True, "complete_in": complete_in}
         self.asked = asyncio.Condition()
 
     async def _ask(self, what: str) -> Any:
@@ -88,26 +94,34 @@ class Ledger:
 
     def complete_in(self, _: Any, __: Intent, ___: Receipt) -> bool | None:
         self.journal.append("complete_in")
+        if fails := self.fails.get("complete_in"):
+            raise fails.pop(0)
         answer: bool | None = self.answers["complete_in"]
         return answer
 
-    async def release(self, _: Intent, __: Receipt) -> bool:
+    async def release(self, _: Intent, __: Receipt | None) -> bool:
         return bool(await self._ask("release"))
+
+    async def check(self) -> None:
+        self.journal.append("check")
+
+    async def dispose(self) -> None:
+        self.journal.append("dispose")
 
 
 class Stage:
     """A delivery with a leased claim on a `Ledger`."""
 
-    def __init__(self, lease: Lease = LONG, *, idle: bool = True) -> None:
+    def __init__(self, lease: Lease = LONG, *, idle: bool = True, apart: bool = False) -> None:
         self.scene = Scene()
-        self.ledger = Ledger()
+        self.ledger = Ledger(apart=apart)
         self.work = Work(idle=idle)
         self.lease = lease
         self.intent = replace(intent(), lease=lease)
         self.delivery: Delivery = self.scene.delivery()
 
     async def claim(self) -> Claim:
-        held = LeasedTransaction(self.work, self.lease, background=self.scene.flights.background)
+        held = LeasedTransaction(self.work, self.lease, flights=self.scene.flights)
         outcome = await self.delivery.claim(self.intent, held, store=LeasedStore(self.ledger))
         assert isinstance(outcome, Claim)
         return outcome
@@ -321,3 +335,117 @@ async def test_work_that_is_done_but_not_recorded_runs_again_unless_it_must_not(
         async with settled(stage.delivery):
             await stage.claim()
     assert stage.ledger.journal == expected
+
+
+# where leases are apart from the handler's database
+
+
+async def test_the_commit_asks_for_the_lease_before_and_the_claim_is_completed_after() -> None:
+    stage = Stage(idle=False, apart=True)
+    async with settled(stage.delivery):
+        await stage.claim()
+        stage.work.committed()
+        assert stage.ledger.journal == ["take", "complete_in"]
+        await stage.ledger.times("complete", 1)  # though the handler goes on
+    assert stage.ledger.journal == ["take", "complete_in", "complete"]
+    assert stage.told == ["claimed", "committed"]
+
+
+async def test_a_commit_that_comes_after_the_delivery_is_followed_too() -> None:
+    stage = Stage(idle=False, apart=True)
+    async with settled(stage.delivery):
+        await stage.claim()
+    stage.work.committed()
+    await stage.scene.flights.drain()
+    assert stage.ledger.journal == ["take", "complete_in", "complete"]
+    assert stage.told == ["claimed", "committed"]
+
+
+async def test_the_commit_of_an_owner_that_was_robbed_is_refused() -> None:
+    stage = Stage(idle=False, apart=True)
+    stage.ledger.answers["complete_in"] = False
+    with pytest.raises(ClaimLostError, match="another delivery has taken the id over"):
+        async with settled(stage.delivery):
+            await stage.claim()
+            stage.work.committed()
+    assert "complete" not in stage.ledger.journal
+
+
+async def test_a_commit_goes_on_without_an_answer_while_the_lease_is_sure_to_last() -> None:
+    stage = Stage(idle=False, apart=True)
+    stage.ledger.fails["complete_in"] = [DOWN]
+    async with settled(stage.delivery):
+        await stage.claim()
+        stage.work.committed()
+    assert stage.told == ["claimed", "committed"]
+
+
+async def test_a_commit_without_an_answer_is_refused_when_nobody_knows_whose_the_lease_is() -> None:
+    stage = Stage(Lease(timedelta(microseconds=1)), idle=False, apart=True)
+    stage.ledger.fails |= {"complete_in": [DOWN], "extend": [DOWN] * 1000}
+    with pytest.raises(StoreUnavailableError):
+        async with settled(stage.delivery):
+            await stage.claim()
+            stage.work.committed()
+    assert "complete" not in stage.ledger.journal
+
+
+@pytest.mark.parametrize("works_in_a_transaction", [True, False])
+async def test_work_that_is_done_is_told_so_and_recorded_as_soon_as_the_store_is_back(
+    works_in_a_transaction: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = Stage(BRIEF, idle=not works_in_a_transaction, apart=True)
+    stage.ledger.fails["complete"] = [DOWN, DOWN, RuntimeError("unforeseen")]
+    async with settled(stage.delivery):
+        await stage.claim()
+        if works_in_a_transaction:
+            stage.work.committed()
+    assert stage.told == ["claimed", "committed"]
+    assert "is done, and its claim could not be completed" in caplog.text
+    await stage.ledger.times("complete", 4)
+    assert "release" not in stage.ledger.journal
+
+
+async def test_work_that_is_done_and_whose_claim_is_gone_is_told_so_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stage = Stage(idle=False, apart=True)
+    stage.ledger.answers["complete"] = False
+    async with settled(stage.delivery):
+        await stage.claim()
+        stage.work.committed()
+    assert stage.told == ["claimed", "committed"]
+    assert "another delivery may do the work again" in caplog.text
+
+
+async def test_work_that_is_done_without_a_transaction_and_whose_claim_is_gone_has_failed() -> None:
+    stage = Stage(apart=True)
+    stage.ledger.answers["complete"] = False
+    with pytest.raises(ClaimLostError):
+        async with settled(stage.delivery):
+            await stage.claim()
+    assert stage.told == ["claimed", "released"]
+
+
+async def test_a_failure_after_the_commit_gives_back_what_is_not_recorded_yet() -> None:
+    stage = Stage(BRIEF, idle=False, apart=True)
+    stage.ledger.fails["complete"] = [DOWN]
+    with pytest.raises(ZeroDivisionError):
+        async with settled(stage.delivery):
+            await stage.claim()
+            stage.work.committed()
+            raise ZeroDivisionError
+    (trying_again,) = stage.scene.flights._meanwhile
+    await asyncio.wait([trying_again])
+    assert stage.ledger.journal == ["take", "complete_in", "complete", "release"]
+    assert stage.told == ["claimed", "committed", "released"]
+
+
+async def test_a_stop_gives_up_what_an_outage_keeps_from_being_recorded() -> None:
+    stage = Stage(apart=True)
+    stage.ledger.fails["complete"] = [DOWN]
+    async with settled(stage.delivery):
+        await stage.claim()
+    async with asyncio.timeout(1):
+        await stage.scene.flights.drain()
+    assert len(asyncio.all_tasks()) == 1

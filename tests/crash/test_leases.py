@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
 
 from fastapi_dedup import Dedup
 from fastapi_dedup.claims import Duplicate
 from tests.apps.forked import Forked
 from tests.apps.gate import Gate, Visitor, gate
-from tests.apps.orders import Settings, serve
+from tests.apps.orders import serve
+from tests.crash.places import place
 from tests.crash.test_sigkill import KILLED, mortal, retry
-from tests.databases import orders_table, url_of
 from tests.live import Caller, Reply, call, until
 from tests.races.shop import Ledger
 
 BACKENDS = ("asyncpg", "asyncmy", "sqlite")
+PLACES = (*BACKENDS, "sqlite with redis", pytest.param("asyncpg with redis-cluster", marks=pytest.mark.soak))
 ROUNDS, QUICK_ROUNDS = 20, 4
 RIVALS = 4
 PATIENT = 3.0
@@ -69,7 +69,7 @@ async def test_the_claim_of_a_killed_owner_is_taken_over_by_one_after_its_lease(
 @pytest.mark.soak
 @pytest.mark.parametrize("point", ["after_claim", "after_write", "after_commit"])
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLACES)
 async def test_claim_and_work_agree_after_20_killed_owners_one_after_the_other(
     backend: str, path: str, point: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -78,7 +78,7 @@ async def test_claim_and_work_agree_after_20_killed_owners_one_after_the_other(
 
 
 # case E3
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLACES)
 async def test_each_of_20_claims_of_a_killed_owner_is_taken_over_by_one_of_its_rivals(
     backend: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -119,11 +119,6 @@ class Scene:
     async def copy(self, sku: str) -> Reply:
         return await call(self.rival.url, "POST", "/leased", {"sku": sku})
 
-    async def leases(self) -> dict[str, object]:
-        async with self.ledger.engine.connect() as connection:
-            rows = await connection.execute(text("select logical_id, leased_until from dedup_claims"))
-            return {row.logical_id: row.leased_until for row in rows}
-
     async def told(self) -> Counter[str]:
         replies = await asyncio.gather(*self.answers)
         return Counter(reply.problem or str(reply.status) for reply in replies)
@@ -132,10 +127,10 @@ class Scene:
 @asynccontextmanager
 async def claimed(backend: str, request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Scene]:
     """Have handlers of one server claim `ROUNDS` orders, and wait at the gate."""
-    url = url_of(backend, request, folder)
-    async with orders_table(url) as engine, gate() as opened:
-        pool_size = 0 if backend == "sqlite" else 5
-        settings = Settings(url=url, pool_size=pool_size, gate=opened.port, lease=PATIENT)
+    async with (
+        gate() as opened,
+        place(backend, request, folder, gate=opened.port, lease=PATIENT) as (settings, ledger),
+    ):
         owner, rival = Forked(serve, settings), Forked(serve, settings)
         try:
             for server in (owner, rival):
@@ -151,7 +146,7 @@ async def claimed(backend: str, request: pytest.FixtureRequest, folder: Path) ->
                 owner=owner,
                 rival=rival,
                 gate=opened,
-                ledger=Ledger(engine=engine),
+                ledger=ledger,
                 at_gate=at_gate,
                 answers=answers,
             )
@@ -161,7 +156,7 @@ async def claimed(backend: str, request: pytest.FixtureRequest, folder: Path) ->
 
 
 # case E3
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLACES)
 async def test_a_live_owner_is_never_robbed_for_as_long_as_its_handler_takes(
     backend: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -169,7 +164,7 @@ async def test_a_live_owner_is_never_robbed_for_as_long_as_its_handler_takes(
         seen: dict[str, set[object]] = {sku: set() for sku in scene.at_gate}
         answers: Counter[str] = Counter()
         while min(map(len, seen.values())) < 7:  # two whole leases and more
-            for sku, until_when in (await scene.leases()).items():
+            for sku, until_when in (await scene.ledger.leases()).items():
                 seen[sku].add(until_when)
             copies = await asyncio.gather(*map(scene.copy, scene.at_gate))
             answers.update(reply.problem or str(reply.status) for reply in copies)
@@ -184,7 +179,7 @@ async def test_a_live_owner_is_never_robbed_for_as_long_as_its_handler_takes(
 
 
 # case E3
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLACES)
 async def test_an_owner_that_slept_for_longer_than_its_lease_commits_nothing(
     backend: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

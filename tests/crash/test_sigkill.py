@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.apps.forked import Forked
-from tests.apps.orders import KILL_POINTS, Settings, serve
-from tests.databases import orders_table, url_of
+from tests.apps.orders import KILL_POINTS, serve
+from tests.crash.places import place
 from tests.live import Caller, Reply, call
 from tests.races.shop import Ledger
 
@@ -27,14 +27,13 @@ KILLED = -9
 async def mortal(
     backend: str, request: pytest.FixtureRequest, folder: Path
 ) -> AsyncIterator[tuple[Forked, Ledger]]:
-    """Run a server that may be killed and started again, and yield it with a view on its database."""
-    settings = Settings(url=url_of(backend, request, folder), pool_size=0 if backend == "sqlite" else 5)
-    async with orders_table(settings.url) as engine:
+    """Run a server that may be killed and started again, and yield it with a view on what it holds."""
+    async with place(backend, request, folder) as (settings, ledger):
         server = Forked(serve, settings)
         server.start()
         try:
             await call(server.url, "GET", "/ping")
-            yield server, Ledger(engine=engine)
+            yield server, ledger
         finally:
             server.close()
 

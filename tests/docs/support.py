@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from tests.docs.pages import DOCS
-from tests.stores.promises import BACKENDS, COMPILED, Promise, Store
+from tests.stores.promises import BACKENDS, COMPILED, LEASING, Promise, Store
 
 PAGE = DOCS / "reference" / "databases.md"
 _BEGIN = "<!-- `python -m tests.docs.support` writes from here ... -->\n"
@@ -20,12 +20,17 @@ def support() -> str:
         for each in BACKENDS
         if each.driver
     ]
+    elsewhere = [
+        (each.store, each.driver, ", ".join(each.store.run_on), "1")
+        for each in (backend.leases for backend in LEASING)
+        if each is not None
+    ]
     compiled = [(store, store.drivers, store.instead, "") for store in COMPILED]
     numbers = [str(number) for number, _ in enumerate(Promise, 1)]
     head = ["Database", "Driver", "Tests run on", "Statements of a claim", *numbers]
     rows = [
-        [_named(store), *told, *("yes" if promise in store.keeps else "no" for promise in Promise)]
-        for store, *told in [*run, *compiled]
+        [_named(store), *told, *(_kept(promise, store) for promise in Promise)]
+        for store, *told in [*run, *elsewhere, *compiled]
     ]
     table = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
     meaning = [
@@ -38,6 +43,12 @@ def support() -> str:
 def _named(store: Store) -> str:
     floor = ".".join(map(str, store.floor))
     return f"{store.title}, {floor} and newer" if floor else store.title
+
+
+def _kept(promise: Promise, store: Store) -> str:
+    if promise in store.lacks:
+        return ""
+    return "yes" if promise in store.keeps else "no"
 
 
 def _sentence(words: str) -> str:

@@ -32,6 +32,12 @@ class Ledger:
         """Return how many business rows and how many claims there are."""
         return await self._counts("", "", {})
 
+    async def leases(self) -> dict[str, object]:
+        """Return for each id until when its claim is leased; None where its work is done."""
+        async with self.engine.connect() as connection:
+            rows = await connection.execute(text("select logical_id, leased_until from dedup_claims"))
+            return {row.logical_id: row.leased_until for row in rows}
+
     async def _counts(self, of_rows: str, of_claims: str, values: dict[str, str]) -> tuple[int, int]:
         rows = f"select count(*) from orders {of_rows}"
         claims = f"select count(*) from dedup_claims {of_claims}"

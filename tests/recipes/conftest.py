@@ -14,46 +14,8 @@ import pytest
 from aiobotocore.session import get_session
 from moto.server import ThreadedMotoServer
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from tests.live import until
-from tests.servers import MissingServerError, Server, UnreachableError, give_up, running
-
-
-def _redis_version(url: str) -> str:
-    """Return the server's version, if it lets us in."""
-
-    async def ask() -> str:
-        async with Redis.from_url(url, socket_connect_timeout=5) as redis:
-            return str((await redis.info("server"))["redis_version"])
-
-    try:
-        return asyncio.run(ask())
-    except (RedisError, OSError) as error:
-        raise UnreachableError(str(error)) from error
-
-
-REDIS = Server(
-    name="Redis",
-    fixture="redis_url",
-    variable="FASTAPI_DEDUP_TEST_REDIS_URL",
-    standard_urls=("redis://127.0.0.1:6379/0",),
-    version=_redis_version,
-    how_to_get=(
-        "`apt-get install redis-server` on Debian,"
-        " or set FASTAPI_DEDUP_TEST_REDIS_URL to redis://user:password@host/database."
-    ),
-)
-
-
-@pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
-    """Yield the URL of a Redis that others use too: name keys anew, and delete them."""
-    try:
-        with running(REDIS) as found:
-            yield found.url
-    except MissingServerError as missing:
-        give_up(missing)
 
 
 @pytest.fixture

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.databases import url_of
+from tests.redis.worlds import RedisWorld
 from tests.stores.promises import BACKENDS, SLICE, Backend
 from tests.stores.worlds import World, world_of
 
@@ -44,14 +46,26 @@ def pristine() -> set[str]:
 
 
 @pytest.fixture
-async def world(backend: Backend, database_url: str, pristine: set[str]) -> AsyncIterator[World]:
+def make_world(backend: Backend, request: pytest.FixtureRequest) -> Callable[..., World]:
+    """Return what makes worlds on the backend."""
+    if backend.leases is None:
+        return World
+    return partial(RedisWorld, redis=request.getfixturevalue(backend.leases.fixture))
+
+
+@pytest.fixture
+async def world(
+    backend: Backend, database_url: str, pristine: set[str], make_world: Callable[..., World]
+) -> AsyncIterator[World]:
     """Yield a world on the backend."""
-    async with world_of(backend, database_url, pristine=pristine) as new:
+    async with world_of(backend, database_url, pristine=pristine, make=make_world) as new:
         yield new
 
 
 @pytest.fixture
-async def timed(backend: Backend, database_url: str, pristine: set[str]) -> AsyncIterator[World]:
-    """Yield a world whose database's clock stands where the test puts it."""
-    async with world_of(backend, database_url, pristine=pristine, stopped_clock=True) as new:
+async def timed(
+    backend: Backend, database_url: str, pristine: set[str], make_world: Callable[..., World]
+) -> AsyncIterator[World]:
+    """Yield a world whose clock stands where the test puts it."""
+    async with world_of(backend, database_url, pristine=pristine, stopped_clock=True, make=make_world) as new:
         yield new

@@ -20,7 +20,7 @@ from fastapi_dedup.stores.dialects.sqlite import SQLite
 from fastapi_dedup.stores.promises import Promise
 from fastapi_dedup.stores.sql import Dialect
 
-__all__ = ["BACKENDS", "COMPILED", "SLICE", "Backend", "Promise", "Store"]
+__all__ = ["BACKENDS", "COMPILED", "LEASING", "SLICE", "Backend", "Elsewhere", "Promise", "Store"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class Store:
         instead: What was done instead.
         drivers: The drivers, where no backend of the suite tells.
         keeps: What it promises.
+        lacks: Promises that are about what there is not in it.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Store:
     instead: str = "not run: compiled"
     drivers: str = "any asynchronous one of SQLAlchemy's"
     keeps: frozenset[Promise]
+    lacks: frozenset[Promise] = frozenset()
 
 
 POSTGRESQL = Store(title="PostgreSQL", floor=(12,), run_on=("15.20", "18.6"), keeps=PostgreSQL.keeps)
@@ -77,6 +79,49 @@ COMPILED = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """A place for leased claims that is not the handler's database.
+
+    The COMMIT of the work asks it for the lease, and completing follows; riding claims of the same id are not
+    known there; the server deletes what has expired.
+
+    Attributes:
+        fixture: What gives its URL.
+        store: What the documentation says of it, and what it promises.
+        driver: The client, and how to install it.
+    """
+
+    fixture: str
+    store: Store
+    driver: str
+
+
+_ABOUT_TABLES = frozenset({Promise.FREE_WITH_SAVEPOINT, Promise.SNAPSHOTS, Promise.NAMES_A_MISSING_TABLE})
+REDIS = Elsewhere(
+    fixture="redis_url",
+    store=Store(
+        title="Redis (leased claims only)",
+        floor=(5,),
+        run_on=("7.0.15",),
+        keeps=frozenset(Promise) - _ABOUT_TABLES,
+        lacks=_ABOUT_TABLES,
+    ),
+    driver="redis-py (`fastapi-dedup[redis]`)",
+)
+REDIS_CLUSTER = Elsewhere(
+    fixture="redis_cluster_url",
+    store=Store(
+        title="Redis Cluster (leased claims only)",
+        floor=(5,),
+        run_on=("7.0.15, three masters",),
+        keeps=frozenset(Promise) - _ABOUT_TABLES,
+        lacks=_ABOUT_TABLES,
+    ),
+    driver="redis-py 7.2 (`fastapi-dedup[redis]`)",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Backend:
     """A database, how we speak to it, and what it promises.
 
@@ -93,6 +138,7 @@ class Backend:
         reaps_fast: Whether a batch of the reaper's is a statement or two; else each claim is deleted by one.
         tick: The smallest step of its clock.
         in_slices: Whether `make test` runs only the modules `SLICE` over it, and `make soak` the others.
+        leases: Where leased claims are; None has them in the database.
     """
 
     name: str
@@ -106,6 +152,7 @@ class Backend:
     reaps_fast: bool = True
     tick: timedelta = timedelta(microseconds=1)
     in_slices: bool = False
+    leases: Elsewhere | None = None
 
     def __contains__(self, promise: Promise) -> bool:
         return promise in self.store.keeps
@@ -179,3 +226,10 @@ BACKENDS = (
         **_GENERIC,
     ),
 )
+
+LEASING = (
+    *BACKENDS,
+    Backend(name="redis", database="asyncpg", store=POSTGRESQL, leases=REDIS, **_POSTGRESQL),
+    Backend(name="redis-cluster", leases=REDIS_CLUSTER, **{**_SQLITE, "tick": timedelta(microseconds=1)}),
+)
+"""Where leased claims can be: in the database, or elsewhere."""

@@ -22,6 +22,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from fastapi_dedup import Claim, ClaimInFlightError, Dedup, DuplicateError
 from fastapi_dedup.claims import Intent, Lease, Receipt
 from fastapi_dedup.refusals import Refusal
+from fastapi_dedup.store import Leases
 from fastapi_dedup.stores.sql import SqlStore
 from fastapi_dedup.stores.transactions import SessionTransaction
 from tests.databases import count, engine_on, orders_table, reconnect
@@ -81,6 +82,7 @@ class Attempt:
     """One delivery, with a transaction of its own on a connection of its own."""
 
     def __init__(self, dedup: Dedup) -> None:
+        self.dedup = dedup
         self.delivery = dedup.delivery()
 
     @property
@@ -147,7 +149,7 @@ class World:
         self._stack.push_async_callback(dedup.stop)
         if self._clock is not None:
             self._clock.join(dedup.engine)
-            self._clock.join(dedup._store.leases._engine)
+            self._clock.join(self.store(dedup).leases._engine)
         if self._zone is not None:
             self._set_own_zone(dedup.engine, self._zone)
         return dedup
@@ -160,7 +162,14 @@ class World:
             cursor.close()
 
     def store(self, dedup: Dedup | None = None) -> SqlStore:
-        return (dedup or self.dedup)._store
+        return cast("SqlStore", (dedup or self.dedup)._store)
+
+    def leases(self, dedup: Dedup | None = None) -> Leases:
+        return (dedup or self.dedup)._backing.leases
+
+    def engines(self) -> list[AsyncEngine]:
+        """Return the engines of the runtime."""
+        return [self.dedup.engine, self.store().leases._engine]
 
     @asynccontextmanager
     async def attempt(self, dedup: Dedup | None = None) -> AsyncIterator[Attempt]:
@@ -350,7 +359,12 @@ class StoppedClock:
 
 @asynccontextmanager
 async def world_of(
-    backend: Backend, url: str, *, pristine: set[str], stopped_clock: bool = False
+    backend: Backend,
+    url: str,
+    *,
+    pristine: set[str],
+    stopped_clock: bool = False,
+    make: Callable[..., World] = World,
 ) -> AsyncIterator[World]:
     """Yield a world in which nothing has happened yet.
 
@@ -360,6 +374,7 @@ async def world_of(
         pristine: The tables that worlds before this one have left as they were made: they are used again, for
             making new ones on a server costs more than most tests do.
         stopped_clock: Whether the database's clock stands where the test puts it.
+        make: Makes the world.
     """
     async with AsyncExitStack() as stack:
         engine = engine_on(url)
@@ -376,7 +391,7 @@ async def world_of(
         if clock is not None:
             await clock.install()
             stack.push_async_callback(clock.remove)
-        world = World(backend, url, engine, stack, clock)
+        world = make(backend, url, engine, stack, clock)
         world.dedup = world.runtime()
         if not reused:
             await world.dedup.create_table()
