@@ -5,7 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 OLDEST := .venv-oldest
-TWO_AT_ONCE := --numprocesses 2 --dist loadgroup
+AT_ONCE := --numprocesses 3 --dist loadgroup # most tests wait for a server most of the time
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -18,7 +18,7 @@ demo: .venv/.demo-installed ## Run examples/orders as a real server and show wha
 	@$(BIN)/python -m examples.orders.demo
 
 test: .venv/.dev-installed $(OLDEST)/.installed ## Run the whole test suite, on every server that is found
-	@FASTAPI_DEDUP_OLDEST_PYTHON="$(CURDIR)/$(OLDEST)/bin/python" $(BIN)/python -m pytest $(TWO_AT_ONCE) $(ARGS)
+	@FASTAPI_DEDUP_OLDEST_PYTHON="$(CURDIR)/$(OLDEST)/bin/python" $(BIN)/python -m pytest $(AT_ONCE) $(ARGS)
 
 lint: .venv/.dev-installed ## Check style, format and types
 	$(BIN)/ruff check

@@ -200,6 +200,10 @@ async def test_claim_and_work_stay_together_wherever_the_request_is_cancelled(
                     assert (rows, claims) == (1, 1), where
 
                 await client.order(door, sku, told)
+                if backend == "sqlite" and told[-1] == 409 and not claims:
+                    # Its driver's thread was at the COMMIT already, and ended it after we had looked.
+                    rows, claims = await ledger.holds(sku)
+                    assert (rows, claims) == (1, 1), where
                 assert told[-1] == (409 if claims else 201), where
                 point += 1
         await shop.engine.dispose()
