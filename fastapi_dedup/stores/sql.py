@@ -118,9 +118,10 @@ class SqlStore:
         self._table = _translated(table, engine)
         self._statements: Callable[[Table, Driver], Dialect] = own or Generic
         self._spoken: WeakKeyDictionary[Driver, Dialect] = WeakKeyDictionary()
+        self._many: WeakKeyDictionary[Driver, InOrder] = WeakKeyDictionary()
         self._meeting = threading.Lock()
         self._dialect = self._adopt(engine.sync_engine)
-        self._batches = InOrder(self._dialect)
+        self._batches = self._many[engine.dialect]
         self.home = Home(engine, self._table, self._dialect.holds)
         self.keeps = self._dialect.keeps
         self.sees_in_flight = Promise.SEES_TWINS_ELSEWHERE in self.keeps
@@ -208,7 +209,8 @@ class SqlStore:
 
     def _many_on(self, connection: Connection) -> InOrder:
         """Return the statements for many ids, likewise."""
-        return InOrder(self._on(connection))
+        self._on(connection)
+        return self._many[connection.dialect]
 
     def _on(self, connection: Connection) -> Dialect:
         """Return the statements in the style of a connection's driver, which need not be ours.
@@ -254,7 +256,9 @@ class SqlStore:
         return spoken
 
     def _speak(self, driver: Driver, statements: Callable[[Table, Driver], Dialect]) -> Dialect:
-        dialect = self._spoken[driver] = statements(self._table, driver)
+        dialect = statements(self._table, driver)
+        self._many[driver] = InOrder(dialect)
+        self._spoken[driver] = dialect  # last: who finds it here looks there without the lock
         return dialect
 
     # On connections of our own
