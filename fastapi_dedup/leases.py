@@ -21,13 +21,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fastapi_dedup.beside import BesideTransaction
 from fastapi_dedup.cancellation import uncancelled
 from fastapi_dedup.claims import Claimed, Fate, scope_text
 from fastapi_dedup.errors import ClaimLostError, StoreUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastapi_dedup.claims import Intent, Lease, Outcome, Receipt
     from fastapi_dedup.flights import Flights
     from fastapi_dedup.store import Enclosing, Leases
@@ -37,7 +36,7 @@ __all__ = ["LeasedStore", "LeasedTransaction"]
 logger = logging.getLogger("fastapi_dedup")
 
 
-class LeasedTransaction:
+class LeasedTransaction(BesideTransaction):
     """The life of a leased claim, which is longer than that of any transaction.
 
     Args:
@@ -47,15 +46,12 @@ class LeasedTransaction:
         flights: Runs what must wait for the end of the handler's transaction, or of an outage.
     """
 
-    idle = True
-
     def __init__(self, around: Enclosing, lease: Lease, *, flights: Flights) -> None:
+        super().__init__(around)
         self.lease = lease
-        self._around = around
         self._flights = flights
         self._owned: tuple[Leases, Intent, Receipt] | None = None
         self._sure_until = 0.0
-        self._decided: list[Callable[[Fate], None]] = []
         self._beating: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._completing = False
@@ -63,26 +59,6 @@ class LeasedTransaction:
         self._succeeded = False
         self._failed = False
         self._last_beat = False
-
-    @property
-    def session(self) -> Any:
-        """The session that the handler works with."""
-        return self._around.session
-
-    @property
-    def used(self) -> bool:
-        """Whether a handler works in it."""
-        return self._around.used
-
-    @property
-    def outermost(self) -> bool:
-        """Whether the handler's COMMIT, which may complete the claim, is the database's."""
-        return self._around.outermost
-
-    @property
-    def in_hand(self) -> bool:
-        """Whether the handler's transaction is surely its own still."""
-        return self._around.in_hand
 
     def own(self, leases: Leases, intent: Intent, receipt: Receipt, *, sure_until: float) -> None:
         """Keep a claim alive from now on, and have the handler's COMMIT complete it.
@@ -98,24 +74,9 @@ class LeasedTransaction:
         self._around.before_commit(self._complete_in, self._around_ended)
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
-    def watch(self, decided: Callable[[Fate], None]) -> None:
-        """Call back once, when the claim is completed or released."""
-        self._decided.append(decided)
-
-    def forget(self) -> None:
-        """There is nothing to take anew: a ROLLBACK of the handler's leaves the claim alone."""
-
     async def step_aside(self) -> bool:
         """Say whether a duplicate may wait: not with a connection in its hands."""
         return await self._around.step_aside()
-
-    async def confirm(self) -> None:
-        """Have the handler's transaction complete the claim, where no event will ask before its COMMIT."""
-        await self._around.confirm()
-
-    async def leave(self) -> None:
-        """Find out what became of the handler's transaction, where no event tells."""
-        await self._around.leave()
 
     async def commit(self) -> None:
         """Complete the claim, unless the handler's transaction is open: then its COMMIT does.
@@ -269,9 +230,7 @@ class LeasedTransaction:
         if self._beating is not None:
             self._beating.cancel()
         self._around.forget()
-        decided, self._decided = self._decided, []
-        for each in decided:
-            each(fate)
+        super()._end(fate)
 
 
 async def _end_of(task: asyncio.Task[None]) -> None:

@@ -10,8 +10,9 @@ import os
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fastapi_dedup.beside import BesideTransaction
 from fastapi_dedup.claims import Claimed, Fate, Receipt
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.guard import Seen
@@ -33,7 +34,7 @@ __all__ = ["Memories", "MemoryStore", "MemoryTransaction", "window_of"]
 logger = logging.getLogger("fastapi_dedup")
 
 
-class MemoryTransaction:
+class MemoryTransaction(BesideTransaction):
     """What a claim in memory waits for: the success of its delivery, and then every COMMIT of its work.
 
     Args:
@@ -42,44 +43,14 @@ class MemoryTransaction:
         delivery: The delivery. Its other claims may ride other transactions, whose ends decide as well.
     """
 
-    used = True
-    idle = True
-
     def __init__(self, around: Enclosing, delivery: Delivery) -> None:
-        self._around = around
+        super().__init__(around)
         self._delivery = delivery
-        self._decided: list[Callable[[Fate], None]] = []
         self._commits = around.commits
-
-    @property
-    def session(self) -> Any:
-        """The session that the handler works with."""
-        return self._around.session
-
-    @property
-    def outermost(self) -> bool:
-        """Whether the handler's COMMIT is the database's."""
-        return self._around.outermost
-
-    @property
-    def in_hand(self) -> bool:
-        """Whether the handler's connection is surely its own still."""
-        return self._around.in_hand
-
-    def watch(self, decided: Callable[[Fate], None]) -> None:
-        """Call back when the delivery ends."""
-        self._decided.append(decided)
-
-    def forget(self) -> None:
-        """There is nothing to take anew."""
 
     async def step_aside(self) -> bool:
         """Say whether a duplicate may wait: not with a connection in its hands."""
         return self._around.idle
-
-    async def confirm(self) -> None:
-        """Have the handler's transaction take note of what it is, where no event tells of its end."""
-        await self._around.confirm()
 
     async def commit(self) -> None:
         """Remember what was claimed, as soon as all of the work is durable."""
@@ -100,15 +71,6 @@ class MemoryTransaction:
     async def rollback(self) -> None:
         """Let what was claimed run again."""
         self._end(Fate.CLOSED)
-
-    async def leave(self) -> None:
-        """Find out what became of the handler's transaction, where no event tells."""
-        await self._around.leave()
-
-    def _end(self, fate: Fate) -> None:
-        decided, self._decided = self._decided, []
-        for each in decided:
-            each(fate)
 
 
 class MemoryStore:

@@ -14,6 +14,7 @@ import fastapi_dedup
 
 PACKAGE = Path(fastapi_dedup.__file__).parent
 CORE = (
+    "beside",
     "batch_delivery",
     "batches",
     "cancellation",
