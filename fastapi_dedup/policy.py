@@ -145,6 +145,16 @@ class Policy:
         """The HTTP methods that the policy applies to, in capitals."""
         return self.methods  # type: ignore[return-value]  # __post_init__ made it a frozenset
 
+    @property
+    def rides(self) -> bool:
+        """Whether its claims are in the transaction of the handler's work."""
+        return self.store == "durable" and self.lease is None
+
+    @property
+    def patience(self) -> timedelta | None:
+        """How long a duplicate waits for the outcome of unfinished work; None where it does not wait."""
+        return self.wait_timeout if self.in_flight == "wait" else None
+
     def headers(self, default: str) -> tuple[str, ...]:
         """Return the headers that carry the id: the members, else the door's own header.
 

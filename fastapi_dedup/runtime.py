@@ -355,7 +355,7 @@ class Dedup(Blocks):
             ConfigurationError: It would ride where there is no database, or its window is longer than the
                 guard that is its store keeps anything.
         """
-        if policy.store == "durable" and policy.lease is None and not self._backing.rides:
+        if policy.rides and not self._backing.rides:
             raise no_riding()
         if policy.store == "memory":
             self._memories.of(policy)

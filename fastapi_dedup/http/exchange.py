@@ -127,8 +127,7 @@ class Exchange:
         work = self.delivery.own if session is OWN else self.dedup.borrow(session, lent=True)
         intent, transaction, store = self.dedup.place(policy, intent, work, self.delivery)
         self._policies.append(policy)
-        wait = policy.wait_timeout if policy.in_flight == "wait" else None
-        outcome = await self.delivery.claim(intent, transaction, wait=wait, store=store)
+        outcome = await self.delivery.claim(intent, transaction, wait=policy.patience, store=store)
         if isinstance(outcome, Claim):
             self._rides_own |= transaction is self.delivery.own
             return outcome

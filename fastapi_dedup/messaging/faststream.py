@@ -217,7 +217,7 @@ class DeduplicatingMiddleware:
             raise AckMessage
         if result is Result.IN_FLIGHT:
             return await self._give_back(message, endpoint)
-        if not run.used and any(policy.store == "durable" and policy.lease is None for policy in policies):
+        if not run.used and any(policy.rides for policy in policies):
             self._warn_unused(policies, endpoint)
         if run.error is not None:
             raise run.error

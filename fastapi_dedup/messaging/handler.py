@@ -137,8 +137,7 @@ async def _claim(
             continue
         work = delivery.own if session is None else dedup.borrow(session, lent=lent)
         wanted, transaction, store = dedup.place(policy, intent, work, delivery)
-        wait = policy.wait_timeout if policy.in_flight == "wait" else None
-        outcome = await delivery.claim(wanted, transaction, wait=wait, store=store)
+        outcome = await delivery.claim(wanted, transaction, wait=policy.patience, store=store)
         if not isinstance(outcome, Claim):
             await delivery.fail()
             if isinstance(outcome, Mismatch):
@@ -261,7 +260,7 @@ class MessageHandler:
 
     def _warn_if_unused(self) -> None:
         unused = not (self._session_name or self._claim_name)
-        riding = any(policy.store == "durable" and policy.lease is None for policy in self._policies)
+        riding = any(policy.rides for policy in self._policies)
         if (
             unused
             and riding
