@@ -29,7 +29,7 @@ unix_socket_dir =
 auth_type = any
 admin_users = {user}
 pool_mode = transaction
-default_pool_size = 30
+default_pool_size = 20
 max_client_conn = 500
 server_idle_timeout = 5
 """

@@ -136,10 +136,11 @@ class DedupMiddleware:
         return True
 
     async def _start_late(self) -> None:
-        logger.warning(
-            "no lifespan reached DedupMiddleware, so its reaper starts with the first request: "
-            "add the middleware to the outermost app, and run it on a server that sends lifespan events"
-        )
+        if self._warn_once("no lifespan", ""):
+            logger.warning(
+                "no lifespan reached DedupMiddleware, so its reaper starts with the first request: "
+                "add the middleware to the outermost app, and run it on a server that sends lifespan events"
+            )
         try:
             await self.dedup.start()
         except StoreUnavailableError:

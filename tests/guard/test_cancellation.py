@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,6 @@ async def test_wherever_a_delivery_is_cancelled_its_mark_is_given_back(
         world = World(engine, dedup)
 
         async def is_quiet() -> bool:
-            gc.collect()  # SQLite's write lock may hang on a cursor
             return checked_out(engine) == 0 and await Ledger(engine=engine).is_quiet()
 
         async with (

@@ -158,7 +158,7 @@ async def test_without_a_lifespan_the_first_request_starts_the_runtime(
         assert sorted(each.status_code for each in answers) == [200] + [409] * 4
         assert (await c.post("/orders", headers={KEY: "k"})).status_code == 409
     assert sqlite.dedup.started
-    warnings = {each.getMessage() for each in caplog.records if each.levelno == logging.WARNING}
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert [each[:46] for each in warnings] == ["no lifespan reached DedupMiddleware, so its re"]
 
 

@@ -75,7 +75,9 @@ async def _work(job: Job) -> None:
         os.write(journal, f"{event.kind.value}\n".encode())
 
     broker = BROKERS[job.kind](job.broker)
-    dedup = Dedup(create_async_engine(job.database, pool_size=10), reap_every=None, hooks=[note])
+    dedup = Dedup(
+        create_async_engine(job.database, pool_size=5, max_overflow=0), reap_every=None, hooks=[note]
+    )
     policy = Deduplicated(scope=job.scope)
     signals = [asyncio.create_task(each.wait()) for each in (stopped, hang_up)]
     while not stopped.is_set():

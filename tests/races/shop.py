@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +50,7 @@ class Ledger:
     async def is_quiet(self) -> bool:
         """Tell whether every transaction of the app's is over, those included whose client is gone."""
         if self.engine.dialect.name == "sqlite":
-            return True  # one that is left keeps the next write out
+            return self._is_free()
         query = """
             select count(*) from pg_stat_activity
              where datname = current_database() and pid <> pg_backend_pid()
@@ -56,6 +58,17 @@ class Ledger:
         """
         async with self.engine.connect() as connection:
             return int(await connection.scalar(text(query)) or 0) == 0
+
+    def _is_free(self) -> bool:
+        """Tell whether nobody holds the file's write lock, a driver's thread at a COMMIT included."""
+        # A connection closed under an open cursor keeps its transaction until the cursor is collected.
+        gc.collect()
+        with closing(sqlite3.connect(self.engine.url.database or "", timeout=0)) as connection:
+            try:
+                connection.execute("begin immediate")
+            except sqlite3.OperationalError:
+                return False
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
