@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 DEFAULT_WINDOW = timedelta(hours=24)
+_DIGEST = hashlib.sha256().digest_size
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -56,6 +57,14 @@ def scope_text(scope: tuple[str, ...]) -> str:
     A path may hold what no column of text takes, such as NUL: that is escaped. The key is made of the parts.
     """
     return _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], " ".join(scope))
+
+
+def _sized(fingerprint: bytes) -> bytes:
+    """Return a digest as long as ours: columns are that wide, and MySQL's would fill up a shorter one."""
+    if not isinstance(fingerprint, bytes):
+        msg = f"fingerprint must be bytes, such as a digest of the payload, not {type(fingerprint).__name__}"
+        raise ConfigurationError(msg)
+    return fingerprint if len(fingerprint) == _DIGEST else hashlib.sha256(fingerprint).digest()
 
 
 def positive(name: str, value: timedelta) -> timedelta:
@@ -96,7 +105,7 @@ class Intent:
         scope: The namespace that the id is unique in, part by part.
         logical_id: The id.
         window: How long the id is honoured, counted by the store's clock from the claim.
-        fingerprint: Digest of the payload; None leaves the payload out of it.
+        fingerprint: Digest of the payload, brought to 32 bytes; None leaves the payload out of it.
         from_end: Whether the window is counted anew from the end of the work.
         lease: How the claim is held outside the handler's transaction; None rides in it.
         realm: Tells the claims of one store from those of another that the same process uses; "" in bytes
@@ -115,6 +124,8 @@ class Intent:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", self.realm + digest(self.scope, self.logical_id))
+        if self.fingerprint is not None:
+            object.__setattr__(self, "fingerprint", _sized(self.fingerprint))
 
     @property
     def term(self) -> timedelta:

@@ -27,6 +27,8 @@ __all__ = [
     "from_header",
     "legal",
     "lookup",
+    "named",
+    "parts_of",
     "principal",
     "required",
     "resolve",
@@ -108,6 +110,32 @@ def principal(value: object) -> str:
     if part is None:
         raise MissingLogicalIdError("scope")
     return part
+
+
+def parts_of(scope: object) -> tuple[str, ...]:
+    """Return the parts of a scope that somebody wrote down.
+
+    Raises:
+        ConfigurationError: It is neither a name nor a tuple of names.
+    """
+    parts = (scope,) if isinstance(scope, str) else scope
+    if not isinstance(parts, tuple) or not parts or not all(isinstance(part, str) for part in parts):
+        msg = f"scope must be a name or a tuple of names, not {scope!r}"
+        raise ConfigurationError(msg)
+    return parts
+
+
+def named(scope: object) -> tuple[str, ...]:
+    """Return the parts of a scope that somebody wrote down to claim in.
+
+    Raises:
+        MissingLogicalIdError: A part is blank: whoever has no name must not share a scope.
+        ConfigurationError: It is neither a name nor a tuple of names.
+    """
+    parts = parts_of(scope)
+    if not all(part.strip() for part in parts):
+        raise MissingLogicalIdError("scope")
+    return parts
 
 
 def from_header(values: Sequence[str], *, field: str) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -13,19 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from fastapi_dedup.blocks import Blocks
-from fastapi_dedup.claims import DEFAULT_WINDOW, Claim, Intent, Lease, positive
-from fastapi_dedup.core import Delivery, settled
+from fastapi_dedup.blocks import Blocks, Scope
+from fastapi_dedup.claims import DEFAULT_WINDOW, Intent, Lease, positive
+from fastapi_dedup.core import Delivery
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.flights import Flights
 from fastapi_dedup.guard import GenerationalGuard
 from fastapi_dedup.identities import Identities
-from fastapi_dedup.identity import required
+from fastapi_dedup.identity import parts_of
 from fastapi_dedup.leases import LeasedStore, LeasedTransaction
 from fastapi_dedup.messaging.handler import MessageHandler
 from fastapi_dedup.policy import Policy
 from fastapi_dedup.reaper import Reaper
-from fastapi_dedup.refusals import error_of
 from fastapi_dedup.stores.backing import backing_of
 from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE
 from fastapi_dedup.stores.leases_only import no_riding
@@ -33,7 +31,7 @@ from fastapi_dedup.stores.memory import Memories, MemoryTransaction, window_of
 from fastapi_dedup.tables import DEFAULT_TABLE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
     from typing import Self
 
@@ -216,7 +214,7 @@ class Dedup(Blocks):
         """Delete the expired claims now, in bounded batches, and return how many there were."""
         return await self._reaper.run_once()
 
-    async def release(self, logical_id: str, *, scope: str | tuple[str, ...]) -> bool:
+    async def release(self, logical_id: str, *, scope: Scope) -> bool:
         """Give an id back that an operator knows to be free to run again.
 
         Args:
@@ -232,8 +230,9 @@ class Dedup(Blocks):
 
         Raises:
             StoreUnavailableError: The database did not answer.
+            ConfigurationError: The scope is neither a name nor a tuple of names.
         """
-        intent = self.intent(logical_id, scope=scope)
+        intent = self.intent(logical_id, scope=parts_of(scope))
         remembered = self._memories.forget(intent)
         leased = self._leased.here(intent)
         try:
@@ -299,7 +298,7 @@ class Dedup(Blocks):
         self,
         logical_id: str,
         *,
-        scope: str | tuple[str, ...],
+        scope: Scope,
         window: timedelta | None = None,
         fingerprint: bytes | None = None,
         from_end: bool = False,
@@ -361,68 +360,3 @@ class Dedup(Blocks):
             self._memories.of(policy)
         elif self._guard is not None:
             self._memories.warn_if_inert(self._guard, window_of(policy) or self.window)
-
-    @asynccontextmanager
-    async def claim(
-        self,
-        logical_id: str,
-        *,
-        scope: str | tuple[str, ...],
-        session: Any = None,
-        window: timedelta | None = None,
-        fingerprint: bytes | None = None,
-        in_flight: Literal["reject", "wait"] = "reject",
-        wait_timeout: timedelta = timedelta(seconds=10),
-        lease: timedelta | None = None,
-        on_abandoned: Literal["retry", "block"] = "retry",
-    ) -> AsyncIterator[Claim]:
-        """Claim an id around a block of work: the primitive, for jobs and scripts.
-
-            async with dedup.claim("nightly|2026-11-30", scope="rebuild") as claim:
-                await rebuild(claim.session)
-
-        Without `session` the block works in `claim.session`, which is committed together with the claim
-        when the block ends, and rolled back when it raises. With `session` the claim rides that session's
-        transaction, which stays yours to commit; if the block raises, the claim is withdrawn from it.
-
-        Args:
-            logical_id: The id.
-            scope: The namespace that it is unique in: a name, or a tuple of parts.
-            session: The session or connection to ride, of any kind that `session=` of a policy may give; None
-                opens one.
-            window: How long the id is honoured; None takes the runtime's.
-            fingerprint: Digest of the payload; None leaves the payload out of it.
-            in_flight: `"reject"` a twin of unfinished work at once, or `"wait"` for its outcome.
-            wait_timeout: How long to wait.
-            lease: Claims in a short transaction of its own and keeps the claim alive while the block runs;
-                the COMMIT of the block's session completes it. The duration is how long the claim survives an
-                owner that has died. None rides the session's transaction.
-            on_abandoned: What becomes of a leased id whose owner died: the next delivery runs (`"retry"`), or
-                it stays in flight until the window ends or `release` frees it (`"block"`).
-
-        Yields:
-            The claim.
-
-        Raises:
-            DuplicateError: The work is done.
-            ClaimInFlightError: The work is under way.
-            FingerprintMismatchError: The id was claimed for another payload.
-            MissingLogicalIdError: The id is blank.
-            InvalidLogicalIdError: The id is no legal one.
-            StoreUnavailableError: The database did not answer.
-            ClaimLostError: The lease ran out, and another delivery has taken the id: nothing is committed.
-        """
-        legal_id = required(logical_id, field="logical_id")
-        if window is not None:
-            positive("window", window)
-        wait = positive("wait_timeout", wait_timeout) if in_flight == "wait" else None
-        intent = self.intent(legal_id, scope=scope, window=window, fingerprint=fingerprint)
-        delivery = self.delivery()
-        transaction = delivery.own if session is None else self.borrow(session)
-        policy = Policy(lease=lease, on_abandoned=on_abandoned)
-        intent, place, store = self.place(policy, intent, transaction, delivery)
-        async with settled(delivery):
-            outcome = await delivery.claim(intent, place, wait=wait, store=store)
-            if not isinstance(outcome, Claim):
-                raise error_of(intent, outcome)
-            yield outcome

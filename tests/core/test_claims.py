@@ -26,6 +26,7 @@ from fastapi_dedup.claims import (
 )
 from fastapi_dedup.errors import ConfigurationError
 
+ONE, TWO = b"1" * 32, b"2" * 32
 NOON = datetime(2026, 11, 30, 12, tzinfo=UTC)
 TICK = timedelta(microseconds=1)
 MINUTE = timedelta(minutes=1)
@@ -112,7 +113,7 @@ def test_a_claim_counts_up_to_the_last_tick_of_its_window(now: datetime, expecte
 
 @pytest.mark.parametrize(
     ("first", "second", "matches"),
-    [(None, None, True), (b"1", None, True), (None, b"1", True), (b"1", b"1", True), (b"1", b"2", False)],
+    [(None, None, True), (ONE, None, True), (None, ONE, True), (ONE, ONE, True), (ONE, TWO, False)],
 )
 def test_payloads_are_compared_where_both_are_known(
     first: bytes | None, second: bytes | None, matches: bool
@@ -124,8 +125,16 @@ def test_payloads_are_compared_where_both_are_known(
 
 
 def test_an_expired_claim_for_another_payload_is_absent() -> None:
-    wanted = Intent(("tests",), "news", HOUR, b"2")
-    assert answer_to(wanted, now=NOON + HOUR, fingerprint=b"1") is None
+    wanted = Intent(("tests",), "news", HOUR, TWO)
+    assert answer_to(wanted, now=NOON + HOUR, fingerprint=ONE) is None
+
+
+def test_a_fingerprint_is_as_wide_as_its_column_and_one_that_is_stays_as_it_is() -> None:
+    intents = [Intent(("tests",), "news", fingerprint=each) for each in (b"", b"1", ONE, ONE + b"1")]
+    brought = [each.fingerprint for each in intents]
+    assert [len(each or b"") for each in brought] == [32] * 4
+    assert len({*brought}) == 4
+    assert brought[2] == ONE
 
 
 @pytest.mark.parametrize(

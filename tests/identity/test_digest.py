@@ -105,7 +105,8 @@ def test_inside_the_window_a_claim_answers_and_from_its_end_on_it_counts_as_abse
 
 def test_another_payload_is_told_only_where_both_are_known() -> None:
     # case D3
-    assert answer(CLAIMED, held=b"a", brings=b"b") == Mismatch()
-    for held, brings in [(b"a", b"a"), (None, b"b"), (b"a", None), (None, None)]:
+    one, other = b"a" * 32, b"b" * 32
+    assert answer(CLAIMED, held=one, brings=other) == Mismatch()
+    for held, brings in [(one, one), (None, other), (one, None), (None, None)]:
         assert isinstance(answer(CLAIMED, held=held, brings=brings), Duplicate)
-    assert answer(EXPIRES, held=b"a", brings=b"b") is None
+    assert answer(EXPIRES, held=one, brings=other) is None

@@ -57,3 +57,12 @@ async def test_without_a_payload_on_either_side_there_is_nothing_to_compare(
 ) -> None:
     await world.claimed(first)  # type: ignore[arg-type]  # parametrize has no types
     assert isinstance(await world.run(second), Duplicate)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [0, 1, 20, 31, 33, 64])
+async def test_a_digest_of_any_length_tells_a_retry_from_another_payload(world: World, length: int) -> None:
+    # A column of 32 bytes fills up what is shorter, or does not take what is longer.
+    short, other = b"1" * length, b"1" * length + b"\x00"
+    await world.claimed(intent("news", fingerprint=short))
+    assert isinstance(await world.run(intent("news", fingerprint=short), world.runtime()), Duplicate)
+    assert await world.run(intent("news", fingerprint=other), world.runtime()) == Mismatch()
