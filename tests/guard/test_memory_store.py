@@ -690,7 +690,7 @@ async def test_a_handler_that_takes_no_session_is_no_reason_to_warn(
     async def on_order(message: Handled) -> None: ...
 
     assert await on_order(Envelope({}, {KEY: "1"})) is Result.HANDLED
-    assert caplog.records == []
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
 # Siblings
