@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from sqlalchemy import (
+    DateTime,
     Delete,
     Insert,
     Select,
@@ -42,7 +43,8 @@ class Release:
 
     @cached_property
     def table(self) -> TableClause:
-        return table("dedup_claims", *(column(name) for name in self.columns))
+        moments = dict.fromkeys(("claimed_at", "expires_at"), DateTime(timezone=True))
+        return table("dedup_claims", *(column(name, moments.get(name)) for name in self.columns))
 
     def insert(self, values: dict[str, Any]) -> Insert:
         """Return its INSERT, which names its columns and no others."""

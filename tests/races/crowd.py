@@ -84,7 +84,7 @@ async def order(url: str, ids: int, copies: int) -> Counter[str]:
 
 async def claim(database: str, ids: int, copies: int) -> Counter[str]:
     """Claim every id so many times with `dedup.claim`, each copy until its outcome is final; count those."""
-    engine = create_async_engine(database, pool_size=5, max_overflow=0)
+    engine = create_async_engine(database, pool_size=5, max_overflow=0, pool_timeout=300)  # 500 wait for it
     dedup = Dedup(engine)
     outcomes: Counter[str] = Counter()
 
