@@ -1,23 +1,17 @@
-"""What databases and drivers raise, as errors of ours; and the note that a statement has failed."""
+"""What databases and drivers raise, as errors of ours."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from sqlalchemy import event, exc
+from sqlalchemy import exc
 
 from fastapi_dedup.errors import ConfigurationError, DedupError, StoreUnavailableError
 from fastapi_dedup.stores.codes import Kind, kind
 
-if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
-    from sqlalchemy.engine import ExceptionContext
+__all__ = ["store_errors"]
 
-__all__ = ["note_failures", "store_errors", "take_failure"]
-
-_FAILED = "fastapi_dedup.statement_failed"
 _DRIVERS = {
     *("aiomysql", "aiosqlite", "asyncmy", "asyncpg", "psycopg", "psycopg2", "pymysql", "MySQLdb", "sqlite3"),
 }
@@ -46,26 +40,3 @@ def store_errors() -> Iterator[None]:
             raise
         msg = f"the database did not answer ({type(error).__name__})"
         raise StoreUnavailableError(msg) from error
-
-
-def note_failures(engine: Engine) -> None:
-    """Note on each connection that a statement failed: its transaction may be over, though nobody said so.
-
-    PostgreSQL answers the COMMIT of an aborted transaction with ROLLBACK, and no driver calls that an error;
-    MySQL rolls the whole transaction back on a deadlock, and lets the next statement begin a new one. An app
-    that swallows the error would be told of a success.
-    """
-
-    @event.listens_for(engine, "handle_error")
-    def _(context: ExceptionContext) -> None:
-        if context.connection is not None and not context.connection.invalidated:
-            context.connection.info[_FAILED] = True
-
-    @event.listens_for(engine, "begin")
-    def _(connection: Connection) -> None:
-        connection.info.pop(_FAILED, None)  # what failed before was in a transaction before
-
-
-def take_failure(connection: Connection) -> bool:
-    """Tell whether a statement has failed on a connection since this was asked last."""
-    return bool(connection.info.pop(_FAILED, False))

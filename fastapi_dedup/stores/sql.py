@@ -23,11 +23,12 @@ from fastapi_dedup.stores.dialects.mysql import MySQL
 from fastapi_dedup.stores.dialects.postgresql import PostgreSQL
 from fastapi_dedup.stores.dialects.sqlite import SQLite
 from fastapi_dedup.stores.engines import root_of
-from fastapi_dedup.stores.failures import note_failures, store_errors
+from fastapi_dedup.stores.failures import store_errors
 from fastapi_dedup.stores.homes import Home
 from fastapi_dedup.stores.leases import SqlLeases
 from fastapi_dedup.stores.promises import Promise
 from fastapi_dedup.stores.riding import Carried
+from fastapi_dedup.stores.undone import note_failures
 from fastapi_dedup.tables import additions
 
 if TYPE_CHECKING:
