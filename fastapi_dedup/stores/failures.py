@@ -33,6 +33,9 @@ def store_errors() -> Iterator[None]:
             raise ConfigurationError(msg) from error
         msg = f"the database refused the claim ({type(error.orig).__name__})"
         raise StoreUnavailableError(msg) from error
+    except exc.IdentifierError as error:
+        msg = f"a name is too long for the database: {error}"
+        raise ConfigurationError(msg) from error
     except Exception as error:
         ours = isinstance(error, exc.SQLAlchemyError | OSError)
         # SQLAlchemy 2.0 does not wrap what drivers raise while they connect.
