@@ -167,6 +167,25 @@ async def test_a_deadlock_that_the_handler_swallows_is_no_success(world: World) 
     assert await world.orders() == ["a", "b"]
 
 
+@on_mariadb
+async def test_a_connection_that_goes_on_after_its_commit_keeps_no_id_from_others(world: World) -> None:
+    # case E4: a consumer may have one connection for its life
+    elsewhere = world.runtime()
+    async with world.dedup.engine.connect() as connection:
+        for logical_id in ("news", "more"):
+            async with (
+                connection.begin(),
+                world.dedup.claim(logical_id, scope="tests", session=connection),
+            ):
+                pass
+            async with connection.begin(), world.dedup.claim_many(["a", "b"], scope="t", session=connection):
+                pass
+        await connection.execute(text("select 1"))
+        await world.expire(NEWS)
+        assert isinstance(await world.run(NEWS, elsewhere), Claim)
+        assert await connection.scalar(text("select release_all_locks()")) == 0
+
+
 async def wait_in_vain(world: World, session: AsyncSession) -> None:
     """Have a session's statement wait for another's lock for too long, and take no notice."""
     await world.execute("insert into orders (id, sku) values (-1, 'there')")
