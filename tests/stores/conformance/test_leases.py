@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.pool import QueuePool
@@ -254,6 +254,26 @@ async def test_leases_see_what_others_have_committed_whatever_the_apps_isolation
 
 
 # failure
+
+
+async def test_connections_begin_with_what_the_app_has_them_begin_with(world: World) -> None:
+    # with psycopg that has begun a transaction, in which no isolation level can be set
+    engine = engine_on(world.url)
+    dedup = world.runtime(engine=engine)
+    begun: list[object] = []
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _(connection: Any, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute("select 1")
+        cursor.close()
+        begun.append(connection)
+
+    async with leased(world, dedup) as claim:
+        assert len(begun) == (world.backend.leases is None)
+        await write(claim.session)
+    assert await world.orders() == ["news"]
+    await until_done(world)
 
 
 async def test_a_handler_that_fails_frees_its_id_at_once(world: World) -> None:
