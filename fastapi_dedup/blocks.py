@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastapi_dedup.batch_delivery import BatchDelivery, claimed_batch
 from fastapi_dedup.claims import positive
+from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.identity import required
 
 if TYPE_CHECKING:
@@ -80,12 +81,16 @@ class Blocks:
             The batch.
 
         Raises:
+            ConfigurationError: `items` is one text, whose letters would be claimed.
             MissingLogicalIdError: An id is blank; `field` says which item's, such as `items[3]`.
             InvalidLogicalIdError: An id is no legal one; `field` says which item's.
             StoreUnavailableError: The database did not answer.
         """
         if window is not None:
             positive("window", window)
+        if isinstance(items, str | bytes):
+            msg = f"items must be many, such as a list of ids, not the one {items!r}"
+            raise ConfigurationError(msg)
         wanted = []
         for number, item in enumerate(items):
             legal_id = required(item if logical_id is None else logical_id(item), field=f"items[{number}]")

@@ -32,7 +32,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from fastapi_dedup.cancellation import undone_if_cancelled
 from fastapi_dedup.claims import Fate
 from fastapi_dedup.errors import ClaimLostError, ConfigurationError, StoreUnavailableError
-from fastapi_dedup.stores.failures import store_errors
+from fastapi_dedup.stores.failures import ABORTED, store_errors
 from fastapi_dedup.stores.homes import IDENTITY, Home
 from fastapi_dedup.stores.riding import (
     ROLLED_BACK_BY_THE_DATABASE,
@@ -50,7 +50,6 @@ logger = logging.getLogger("fastapi_dedup")
 
 T = TypeVar("T")
 
-_ABORTED = "25P02"
 _NUMBER = "SELECT txid_current_if_assigned() AS number"
 
 
@@ -356,7 +355,7 @@ class DriverTransaction(RidingTransaction):
             self._number = await self._run(_number)
         except StoreUnavailableError as error:
             cause = error.__cause__
-            if getattr(getattr(cause, "orig", cause), "sqlstate", None) != _ABORTED:
+            if getattr(getattr(cause, "orig", cause), "sqlstate", None) != ABORTED:
                 raise
             raise ClaimLostError(ROLLED_BACK_BY_THE_DATABASE) from error
 

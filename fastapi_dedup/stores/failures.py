@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from sqlalchemy import exc
 
 from fastapi_dedup.errors import ConfigurationError, DedupError, StoreUnavailableError
-from fastapi_dedup.stores.codes import Kind, kind
+from fastapi_dedup.stores.codes import Kind, kind, sqlstate
 
-__all__ = ["store_errors"]
+__all__ = ["ABORTED", "store_errors"]
+
+ABORTED = "25P02"
+"""The SQLSTATE of a statement in a transaction in which another has failed."""
 
 _DRIVERS = {
     *("aiomysql", "aiosqlite", "asyncmy", "asyncpg", "psycopg", "psycopg2", "pymysql", "MySQLdb", "sqlite3"),
@@ -31,7 +34,10 @@ def store_errors() -> Iterator[None]:
                 "Dedup(..., create_table=True), await dedup.create_table(), or a migration"
             )
             raise ConfigurationError(msg) from error
-        msg = f"the database refused the claim ({type(error.orig).__name__})"
+        if sqlstate(error) == ABORTED:
+            msg = "a statement has failed in the handler's transaction before, and PostgreSQL takes no other"
+        else:
+            msg = f"the database refused the claim ({_name_of(error)})"
         raise StoreUnavailableError(msg) from error
     except exc.IdentifierError as error:
         msg = f"a name is too long for the database: {error}"
@@ -43,3 +49,8 @@ def store_errors() -> Iterator[None]:
             raise
         msg = f"the database did not answer ({type(error).__name__})"
         raise StoreUnavailableError(msg) from error
+
+
+def _name_of(error: exc.DBAPIError) -> str:
+    """Return what a driver calls its error; SQLAlchemy has asyncpg's as the cause of one of its own."""
+    return type(getattr(error.orig, "__cause__", None) or error.orig).__name__
