@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 from fastapi_dedup.batch_delivery import BatchDelivery, claimed_batch
 from fastapi_dedup.claims import Claim, positive
 from fastapi_dedup.core import settled
+from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.identity import named, required
 from fastapi_dedup.policy import Policy
 from fastapi_dedup.refusals import error_of
@@ -166,11 +167,14 @@ class Blocks:
             MissingLogicalIdError: An id is blank; `field` says which item's, such as `items[3]`. Or a part of
                 the scope is.
             InvalidLogicalIdError: An id is no legal one; `field` says which item's.
-            ConfigurationError: An option cannot be kept.
+            ConfigurationError: An option cannot be kept; or `items` is one text, whose letters would be claimed.
             StoreUnavailableError: The database did not answer.
         """
         if window is not None:
             positive("window", window)
+        if isinstance(items, str | bytes):
+            msg = f"items must be many, such as a list of ids, not the one {items!r}"
+            raise ConfigurationError(msg)
         namespace = named(scope)
         wanted = []
         for number, item in enumerate(items):

@@ -74,6 +74,18 @@ class LeasedTransaction(BesideTransaction):
         self._around.before_commit(self._complete_in, self._around_ended)
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
+    async def must_reach(self, leases: Leases) -> None:
+        """Refuse a handler's transaction whose COMMIT could not complete a claim.
+
+        Args:
+            leases: Where the claim is to live.
+
+        Raises:
+            ConfigurationError: It is on another database.
+        """
+        if leases.completes_in_transactions:
+            await self._around.must_lead_home()
+
     async def step_aside(self) -> bool:
         """Say whether a duplicate may wait: not with a connection in its hands."""
         return await self._around.step_aside()
@@ -279,6 +291,7 @@ class LeasedStore:
 
     async def claim(self, intent: Intent, transaction: LeasedTransaction) -> Outcome:
         """Take the id in a transaction of its own, or say why not."""
+        await transaction.must_reach(self._leases)
         taken: list[Outcome] = []
         asked = time.monotonic()
 

@@ -64,6 +64,9 @@ class Enclosing(Transaction, Protocol):
     def commits(self) -> int:
         """How often its session has committed since this was first asked."""
 
+    async def must_lead_home(self) -> None:
+        """Refuse a session from which the claims cannot be reached, as far as is known before its use."""
+
     def before_commit(self, work: Callable[[Any], None], decided: Callable[[Fate], None]) -> None:
         """Do work on the transaction's connection before each COMMIT, which fails if the work raises.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 from sqlalchemy import BLANK_SCHEMA, Column, DateTime, Index, LargeBinary, MetaData, Table, Text
 from sqlalchemy.dialects import mssql, mysql, oracle
 from sqlalchemy.schema import CreateColumn
+
+from fastapi_dedup.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -15,9 +18,11 @@ if TYPE_CHECKING:
     from sqlalchemy import Dialect
     from sqlalchemy.types import TypeEngine
 
-__all__ = ["DEFAULT_TABLE", "additions", "claims_table"]
+__all__ = ["DEFAULT_TABLE", "additions", "claims_table", "must_be_plain"]
 
 DEFAULT_TABLE = "dedup_claims"
+_LONGEST_NAME = 63
+"""PostgreSQL's limit; MariaDB has one more."""
 
 
 def claims_table(metadata: MetaData, *, name: str = DEFAULT_TABLE, schema: str | None = None) -> Table:
@@ -28,7 +33,12 @@ def claims_table(metadata: MetaData, *, name: str = DEFAULT_TABLE, schema: str |
         name: The table's name, as in `Dedup(table=...)`.
         schema: The schema that it is in, as in `Dedup(schema=...)`; None is the connection's default, even
             where the `MetaData` has another one.
+
+    Raises:
+        ConfigurationError: A name has a character that would be taken for a parameter of a statement.
     """
+    must_be_plain("table", name)
+    must_be_plain("schema", schema)
     return Table(
         name,
         metadata,
@@ -40,13 +50,37 @@ def claims_table(metadata: MetaData, *, name: str = DEFAULT_TABLE, schema: str |
         Column("claimed_at", _moment(), nullable=False),
         Column("expires_at", _moment(), nullable=False, comment="when the claim stops counting"),
         Column("leased_until", _moment(), nullable=True, comment="the work is not done; null: it is"),
-        Index(f"ix_{name}_expires_at", "expires_at"),
+        Index(_index_of(name), "expires_at"),
         schema=BLANK_SCHEMA if schema is None else schema,
         mysql_engine="InnoDB",
         mysql_charset="utf8mb4",
         mariadb_engine="InnoDB",
         mariadb_charset="utf8mb4",
     )
+
+
+def must_be_plain(option: str, name: str | None) -> None:
+    """Refuse a name which statements as text would take for something else.
+
+    Args:
+        option: What it is the name of.
+        name: The name; None is none.
+
+    Raises:
+        ConfigurationError: It has such a character.
+    """
+    if name is not None and (name == "" or {*name} & {*"%:{}"}):
+        msg = f"{option} must be a name without any of the characters % : {{ }}, not {name!r}"
+        raise ConfigurationError(msg)
+
+
+def _index_of(name: str) -> str:
+    """Return the name of a table's index, which for a long table is a shortened one."""
+    full = f"ix_{name}_expires_at"
+    if len(full) <= _LONGEST_NAME:
+        return full
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"ix_{name[: _LONGEST_NAME - len(f'ix__{digest}_expires_at')]}_{digest}_expires_at"
 
 
 def additions(table: Table, present: Collection[str], dialect: Dialect) -> list[str]:

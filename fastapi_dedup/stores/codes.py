@@ -10,7 +10,7 @@ from sqlalchemy import exc
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Kind", "kind", "sqlstate"]
+__all__ = ["Kind", "kind", "number_of", "sqlstate"]
 
 
 class Kind(enum.Enum):
@@ -73,7 +73,7 @@ def kind(error: exc.DBAPIError) -> Kind | None:
     """Return what a failed statement tells a store; None where it is nothing that stores know."""
     numbers = _NUMBERS.get(type(error.orig).__module__.partition(".")[0])
     if numbers is not None:
-        return numbers.get(_number(error) or 0)
+        return numbers.get(number_of(error) or 0)
     state = sqlstate(error)
     if state is None and isinstance(error, exc.IntegrityError):
         return Kind.INTEGRITY
@@ -91,7 +91,7 @@ def sqlstate(error: exc.DBAPIError) -> str | None:
     return found
 
 
-def _number(error: exc.DBAPIError) -> int | None:
+def number_of(error: exc.DBAPIError) -> int | None:
     """Return the vendor's number: the first argument of the driver's error, or an attribute of that."""
     first = _first_argument(error)
     found = getattr(first, "code", first)

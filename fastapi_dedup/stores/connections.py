@@ -21,6 +21,7 @@ from fastapi_dedup.stores.engines import root_of
 from fastapi_dedup.stores.failures import store_errors
 from fastapi_dedup.stores.riding import Book, Errand, RidingTransaction, Watch, on_this_loop
 from fastapi_dedup.stores.threads import in_thread
+from fastapi_dedup.stores.undone import note_failures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -214,8 +215,13 @@ class _ConnectionTransaction(RidingTransaction):
         else:
             self._book().when_home(decided)
 
+    async def must_lead_home(self) -> None:
+        """Refuse a connection to another database."""
+        self._home.must_be_at(self._sync().engine)
+
     def before_commit(self, work: Callable[[Connection], None], decided: Callable[[Fate], None]) -> None:
         """Do work before each COMMIT, and call back at every end of a transaction."""
+        note_failures(root_of(self._sync().engine))
         self._book().charge(Errand(self, self._sync, work, on_this_loop(decided)))
 
     def _book(self) -> ConnectionBook:
@@ -317,15 +323,23 @@ class CoreConnection(_ConnectionTransaction):
     ) -> T:
         """Run SQL on the connection, in a worker thread."""
         connection = self._ridable()
-        if connection.dialect.is_async:
-            msg = (
-                "a Connection of an asynchronous engine works in SQLAlchemy's greenlets only: give the claim "
-                "its AsyncConnection"
-            )
-            raise ConfigurationError(msg)
+        self._must_be_blocking()
         with store_errors():
             return await in_thread(
                 partial(work, connection),
                 connected=True,
                 undo=None if undo is None else partial(undo, connection),
             )
+
+    async def must_lead_home(self) -> None:
+        """Refuse a connection to another database, or of an asynchronous engine."""
+        await super().must_lead_home()
+        self._must_be_blocking()
+
+    def _must_be_blocking(self) -> None:
+        if self._given.dialect.is_async:
+            msg = (
+                "a Connection of an asynchronous engine works in SQLAlchemy's greenlets only: give the claim "
+                "its AsyncConnection"
+            )
+            raise ConfigurationError(msg)

@@ -32,7 +32,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from fastapi_dedup.cancellation import undone_if_cancelled
 from fastapi_dedup.claims import Fate
 from fastapi_dedup.errors import ClaimLostError, ConfigurationError, StoreUnavailableError
-from fastapi_dedup.stores.failures import store_errors
+from fastapi_dedup.stores.failures import ABORTED, store_errors
 from fastapi_dedup.stores.homes import IDENTITY, Home
 from fastapi_dedup.stores.riding import (
     ROLLED_BACK_BY_THE_DATABASE,
@@ -308,6 +308,12 @@ class DriverTransaction(RidingTransaction):
             here = (await self._driver.fetch(IDENTITY, ())).one()
             await self._home.must_lead_here(here.system, here.database, self._given)
 
+    async def must_lead_home(self) -> None:
+        """Refuse a connection to another database, where asking it begins no transaction."""
+        if self._driver.in_transaction():
+            with store_errors():
+                await self._must_be_home()
+
     def watch(self, decided: Callable[[Fate], None]) -> None:
         """Call back when it is found out what became of the claim."""
         self._awaited.append(_Awaited(decided, claim=self._carried))
@@ -337,12 +343,21 @@ class DriverTransaction(RidingTransaction):
             return
         for awaited in list(self._awaited):
             if awaited.work is not None:
-                await self.run(awaited.work)
-                self._number = await self._run(_number)
+                await self._do(awaited.work)
             elif awaited.claim is not None:
                 await self._confirm(awaited, awaited.claim)
         if self._number is None:  # for those who ask for no claim of theirs in it
             self._number = await self._run(_number)
+
+    async def _do(self, work: Callable[[Connection], None]) -> None:
+        try:
+            await self.run(work)
+            self._number = await self._run(_number)
+        except StoreUnavailableError as error:
+            cause = error.__cause__
+            if getattr(getattr(cause, "orig", cause), "sqlstate", None) != ABORTED:
+                raise
+            raise ClaimLostError(ROLLED_BACK_BY_THE_DATABASE) from error
 
     async def _confirm(self, awaited: _Awaited, claim: Carried) -> None:
         try:

@@ -1,23 +1,20 @@
-"""What databases and drivers raise, as errors of ours; and the note that a statement has failed."""
+"""What databases and drivers raise, as errors of ours."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from sqlalchemy import event, exc
+from sqlalchemy import exc
 
 from fastapi_dedup.errors import ConfigurationError, DedupError, StoreUnavailableError
-from fastapi_dedup.stores.codes import Kind, kind
+from fastapi_dedup.stores.codes import Kind, kind, sqlstate
 
-if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
-    from sqlalchemy.engine import ExceptionContext
+__all__ = ["ABORTED", "store_errors"]
 
-__all__ = ["note_failures", "store_errors", "take_failure"]
+ABORTED = "25P02"
+"""The SQLSTATE of a statement in a transaction in which another has failed."""
 
-_FAILED = "fastapi_dedup.statement_failed"
 _DRIVERS = {
     *("aiomysql", "aiosqlite", "asyncmy", "asyncpg", "psycopg", "psycopg2", "pymysql", "MySQLdb", "sqlite3"),
 }
@@ -37,8 +34,14 @@ def store_errors() -> Iterator[None]:
                 "Dedup(..., create_table=True), await dedup.create_table(), or a migration"
             )
             raise ConfigurationError(msg) from error
-        msg = f"the database refused the claim ({type(error.orig).__name__})"
+        if sqlstate(error) == ABORTED:
+            msg = "a statement has failed in the handler's transaction before, and PostgreSQL takes no other"
+        else:
+            msg = f"the database refused the claim ({_name_of(error)})"
         raise StoreUnavailableError(msg) from error
+    except exc.IdentifierError as error:
+        msg = f"a name is too long for the database: {error}"
+        raise ConfigurationError(msg) from error
     except Exception as error:
         ours = isinstance(error, exc.SQLAlchemyError | OSError)
         # SQLAlchemy 2.0 does not wrap what drivers raise while they connect.
@@ -48,24 +51,6 @@ def store_errors() -> Iterator[None]:
         raise StoreUnavailableError(msg) from error
 
 
-def note_failures(engine: Engine) -> None:
-    """Note on each connection that a statement failed: its transaction may be over, though nobody said so.
-
-    PostgreSQL answers the COMMIT of an aborted transaction with ROLLBACK, and no driver calls that an error;
-    MySQL rolls the whole transaction back on a deadlock, and lets the next statement begin a new one. An app
-    that swallows the error would be told of a success.
-    """
-
-    @event.listens_for(engine, "handle_error")
-    def _(context: ExceptionContext) -> None:
-        if context.connection is not None and not context.connection.invalidated:
-            context.connection.info[_FAILED] = True
-
-    @event.listens_for(engine, "begin")
-    def _(connection: Connection) -> None:
-        connection.info.pop(_FAILED, None)  # what failed before was in a transaction before
-
-
-def take_failure(connection: Connection) -> bool:
-    """Tell whether a statement has failed on a connection since this was asked last."""
-    return bool(connection.info.pop(_FAILED, False))
+def _name_of(error: exc.DBAPIError) -> str:
+    """Return what a driver calls its error; SQLAlchemy has asyncpg's as the cause of one of its own."""
+    return type(getattr(error.orig, "__cause__", None) or error.orig).__name__

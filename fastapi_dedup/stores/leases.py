@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Engine, event, exc
@@ -48,9 +48,15 @@ class SqlLeases:
     ) -> None:
         self._dialect = dialect
         self._speak = speak
-        self._engine = _beside(engine)
+        self._app_engine = engine
         event.listen(engine.sync_engine, "engine_disposed", self._dispose_too)
-        dialect.adopt(self._engine.sync_engine)
+
+    @cached_property
+    def _engine(self) -> AsyncEngine:
+        """The pool: made when it is needed first, so that it has what listens to the app's engine by then."""
+        beside = _beside(self._app_engine)
+        self._dialect.adopt(beside.sync_engine)
+        return beside
 
     async def check(self) -> None:
         """The table is looked at with the riding claims' start-up."""
@@ -94,11 +100,13 @@ class SqlLeases:
 
     def _dispose_too(self, _: Engine) -> None:
         """Close the pool with the app's own, for an app may use a `Dedup` that it never stops."""
-        self._engine.sync_engine.dispose()
+        if "_engine" in vars(self):
+            self._engine.sync_engine.dispose()
 
     async def dispose(self) -> None:
         """Close the pool."""
-        await self._engine.dispose()
+        if "_engine" in vars(self):
+            await self._engine.dispose()
 
     async def _run(self, work: Callable[[Connection], T]) -> T:
         with store_errors():
@@ -119,6 +127,7 @@ def _beside(engine: AsyncEngine) -> AsyncEngine:
 
 def _read_what_is_committed(dialect: SqlDialect, connection: Any, _: object) -> None:
     """Have a connection's short transactions see what others have committed, whatever the app's own do."""
+    connection.commit()  # what listeners of the app's have begun, for psycopg sets no level in a transaction
     with suppress(NotImplementedError):  # a database that has no levels
         if "READ COMMITTED" in dialect.get_isolation_level_values(connection):
             dialect.set_isolation_level(connection, "READ COMMITTED")

@@ -73,6 +73,9 @@ class NoTransaction:
         """Nothing rides here."""
         raise no_riding()
 
+    async def must_lead_home(self) -> None:
+        """There is no database to lead to."""
+
     def before_commit(self, _: Callable[[Any], None], __: Callable[[Fate], None]) -> None:
         """There will be no COMMIT."""
 

@@ -19,7 +19,8 @@ from sqlalchemy import exc
 
 from fastapi_dedup.claims import Fate
 from fastapi_dedup.errors import ClaimLostError, StoreUnavailableError
-from fastapi_dedup.stores.failures import store_errors, take_failure
+from fastapi_dedup.stores.failures import store_errors
+from fastapi_dedup.stores.undone import has_failed, is_undone
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -146,9 +147,11 @@ class Book:
             self._riding.append(replace(watch, around=around()))
         seen_to: list[Watch | Errand] = [*self._riding, *self._errands]
         connections = {id(each): each for each in (one.connect() for one in seen_to)}
-        failed = [connection for connection in connections.values() if take_failure(connection)]
+        failed = [connection for connection in connections.values() if has_failed(connection)]
         if failed:
             _must_hold(self._riding)
+        if self._errands and any(is_undone(connection) for connection in failed):
+            raise ClaimLostError(ROLLED_BACK_BY_THE_DATABASE)
         for errand in self._errands:
             _run(errand, failed=bool(failed))
 
@@ -192,7 +195,7 @@ def _take_anew(watch: Watch) -> None:
 def _must_hold(watches: list[Watch]) -> None:
     try:
         held = all(watch.claim is None or watch.claim.holds(watch.connect()) for watch in watches)
-    except exc.DBAPIError as error:
+    except exc.SQLAlchemyError as error:
         raise ClaimLostError(ROLLED_BACK_BY_THE_DATABASE) from error
     if not held:
         raise ClaimLostError(ROLLED_BACK_BY_THE_DATABASE)
@@ -289,6 +292,14 @@ class RidingTransaction(ABC):
     @abstractmethod
     def watch(self, decided: Callable[[Fate], None]) -> None:
         """Call back when the innermost transaction open now (or one around it) ends."""
+
+    @abstractmethod
+    async def must_lead_home(self) -> None:
+        """Refuse a session from which the claims cannot be reached, as far as is known before its use.
+
+        Raises:
+            ConfigurationError: It is one.
+        """
 
     @abstractmethod
     def before_commit(self, work: Callable[[Connection], None], decided: Callable[[Fate], None]) -> None:

@@ -23,12 +23,13 @@ from fastapi_dedup.stores.dialects.mysql import MySQL
 from fastapi_dedup.stores.dialects.postgresql import PostgreSQL
 from fastapi_dedup.stores.dialects.sqlite import SQLite
 from fastapi_dedup.stores.engines import root_of
-from fastapi_dedup.stores.failures import note_failures, store_errors
+from fastapi_dedup.stores.failures import store_errors
 from fastapi_dedup.stores.homes import Home
 from fastapi_dedup.stores.leases import SqlLeases
 from fastapi_dedup.stores.promises import Promise
 from fastapi_dedup.stores.riding import Carried
-from fastapi_dedup.tables import additions
+from fastapi_dedup.stores.undone import note_failures
+from fastapi_dedup.tables import additions, must_be_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -352,6 +353,7 @@ def _translated(table: Table, engine: AsyncEngine) -> Table:
     schemas = engine.get_execution_options().get("schema_translate_map") or {}
     if table.schema not in schemas:
         return table
+    must_be_plain("the engine's schema_translate_map", schemas[table.schema])
     return table.to_metadata(MetaData(), schema=schemas[table.schema])
 
 

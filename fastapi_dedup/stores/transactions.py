@@ -17,9 +17,11 @@ from sqlalchemy.orm import SessionTransaction as OrmTransaction
 
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.stores.commits import commits_of, is_outermost
+from fastapi_dedup.stores.engines import root_of
 from fastapi_dedup.stores.failures import store_errors
 from fastapi_dedup.stores.riding import Book, Errand, RidingTransaction, Watch, on_this_loop
 from fastapi_dedup.stores.threads import in_thread
+from fastapi_dedup.stores.undone import note_failures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,10 +108,17 @@ class SessionTransaction(RidingTransaction):
         watch = Watch(self, _around(session), self._connection, on_this_loop(decided), self._carried)
         session.info.setdefault(_BOOK, Book()).enter(watch)
 
+    async def must_lead_home(self) -> None:
+        """Refuse a session on another database."""
+        with store_errors():
+            self._home.must_be_at(self._home.bind_of(self._sync()).engine)
+
     def before_commit(self, work: Callable[[Connection], None], decided: Callable[[Fate], None]) -> None:
         """Do work before each COMMIT, and call back at every end of a transaction."""
+        session = self._sync()
+        note_failures(root_of(self._home.bind_of(session).engine))
         errand = Errand(self, self._connection, work, on_this_loop(decided))
-        self._sync().info.setdefault(_BOOK, Book()).charge(errand)
+        session.info.setdefault(_BOOK, Book()).charge(errand)
 
     def forget(self) -> None:
         """Take no lost claim anew any more, and do no work before a COMMIT: the delivery is over."""
@@ -211,17 +220,25 @@ class SyncSession(SessionTransaction):
         """Run SQL on the connection of the session's transaction, in a worker thread."""
         self._alone = not self._borrowed.in_transaction()
         with store_errors():
-            if self._home.bind_of(self._borrowed).dialect.is_async:
-                msg = (
-                    "a synchronous Session on an asynchronous engine works in SQLAlchemy's greenlets only: "
-                    "give the claim its AsyncSession, or the Session an engine made with create_engine()"
-                )
-                raise ConfigurationError(msg)
+            self._must_be_blocking()
             return await in_thread(
                 lambda: work(self._connection()),
                 connected=not self._alone,
                 undo=None if undo is None else lambda: undo(self._connection()),
             )
+
+    async def must_lead_home(self) -> None:
+        """Refuse a session on another database, or on an asynchronous engine."""
+        await super().must_lead_home()
+        self._must_be_blocking()
+
+    def _must_be_blocking(self) -> None:
+        if self._home.bind_of(self._borrowed).dialect.is_async:
+            msg = (
+                "a synchronous Session on an asynchronous engine works in SQLAlchemy's greenlets only: "
+                "give the claim its AsyncSession, or the Session an engine made with create_engine()"
+            )
+            raise ConfigurationError(msg)
 
     async def _let_go(self) -> None:
         await in_thread(self._borrowed.rollback, connected=True)
@@ -261,6 +278,9 @@ class OwnTransaction(_AsyncTransaction):
     def commits(self) -> int:
         """How often its session has committed, which is of no interest: it is ours to commit."""
         return 0
+
+    async def must_lead_home(self) -> None:
+        """It does: it is ours."""
 
     def forget(self) -> None:
         """Take no lost claim anew any more: the delivery is over."""

@@ -46,6 +46,8 @@ class Memory:
     def watch(self, decided: Callable[[Fate], None]) -> None:
         self._watching.append(decided)
 
+    async def must_lead_home(self) -> None: ...
+
     def before_commit(self, work: Callable[[Any], None], decided: Callable[[Fate], None]) -> None:
         raise NotImplementedError
 

@@ -37,6 +37,11 @@ Work: TypeAlias = Callable[[Any], Coroutine[Any, Any, None]]
 ADD = "insert into orders (sku) values ({})"
 CLAIMS = "select count(*) from dedup_claims"
 STUMBLE = "select * from no_such_table"
+LOSE = {
+    "mysql": "update orders set note = 'mine' where sku = 'there'",
+    "postgresql": STUMBLE,
+    "sqlite": "insert or rollback into orders (sku) values (null)",
+}
 
 REQUEST: ContextVar[object] = ContextVar("request", default=None)
 """Which request this is, for sessions that are scoped by it."""
@@ -123,6 +128,20 @@ class Kind(ABC):
         """Run a statement that fails, and take no notice."""
         with suppress(DBAPIError, asyncpg.PostgresError, psycopg.Error):
             await self.run(session, STUMBLE)
+
+    async def snapshot(self, session: Any) -> None:
+        """See, where that costs the transaction on `lose`, nothing that others commit from now on."""
+        if self.world.engine.dialect.name == "mysql":
+            await self.run(session, "set innodb_snapshot_isolation = on")
+            await self.run(session, "select count(*) from orders")
+
+    async def lose(self, session: Any) -> None:
+        """Have a statement fail so that the database undoes the whole transaction, and take no notice.
+
+        On MariaDB, another must have changed a row of `orders` behind the transaction's snapshot.
+        """
+        with suppress(DBAPIError, asyncpg.PostgresError, psycopg.Error):
+            await self.run(session, LOSE[self.world.engine.dialect.name])
 
     # as a dependency
 

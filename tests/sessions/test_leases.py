@@ -1,13 +1,17 @@
 """Leased claims beside a session of the app's: its COMMIT completes them, whatever kind it is."""
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import asyncpg
+import psycopg
 import pytest
 from fastapi import HTTPException
 from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
 
 from tests.http.world import KEY, client, eventually
 from tests.sessions.conftest import kind_on, name_of
@@ -29,6 +33,12 @@ async def leased(shop: Shop) -> list[bool]:
     return [
         each is not None for each in await shop.kind.world.column("select leased_until from dedup_claims")
     ]
+
+
+async def elsewhere(shop: Shop, statement: str, **values: object) -> None:
+    """Run a statement in a transaction of its own."""
+    async with shop.kind.world.engine.begin() as connection:
+        await connection.execute(text(statement), values)
 
 
 @pytest.mark.parametrize("exits", [None, "function"])
@@ -72,8 +82,7 @@ async def test_a_failure_releases_the_claim(shop: Shop) -> None:
 
 async def test_a_lease_that_was_lost_makes_the_commit_fail(shop: Shop) -> None:
     async def steal() -> None:
-        async with shop.kind.world.engine.begin() as connection:
-            await connection.execute(text("update dedup_claims set token = :token"), {"token": b"x" * 16})
+        await elsewhere(shop, "update dedup_claims set token = :token", token=b"x" * 16)
 
     async def create(session: Any, sku: str) -> None:
         await shop.meanwhile(steal)
@@ -83,3 +92,31 @@ async def test_a_lease_that_was_lost_makes_the_commit_fail(shop: Shop) -> None:
         assert (await c.post("/orders/a", headers={KEY: "k"})).status_code == 500
     assert await shop.kind.world.orders() == []
     assert await shop.kind.world.ids() == ["k"]
+
+
+async def test_work_that_the_database_has_undone_is_not_done(shop: Shop) -> None:
+    kind = shop.kind
+    await elsewhere(shop, "insert into orders (sku) values ('there')")
+
+    async def change() -> None:
+        await elsewhere(shop, "update orders set note = 'theirs'")
+
+    async def create(session: Any, sku: str) -> None:
+        if sku == "undone":
+            await kind.snapshot(session)
+            await shop.meanwhile(change)
+            await kind.add(session, sku)
+            await kind.lose(session)
+        with suppress(DBAPIError, asyncpg.PostgresError, psycopg.Error):
+            await kind.add(session, "the rest")
+
+    async with client(shop.app(create, lease=LEASE)) as c:
+        assert (await c.post("/orders/undone", headers={KEY: "k"})).status_code == 500
+
+        async def free() -> bool:
+            return await kind.world.ids() == []
+
+        await eventually(free)
+        assert await kind.world.orders() == ["there"]
+        assert (await c.post("/orders/a", headers={KEY: "k"})).status_code == 200
+    assert await kind.world.orders() == ["there", "the rest"]

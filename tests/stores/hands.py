@@ -19,6 +19,7 @@ class Hands:
         range_scan: How a plan says that the index gives the expired claims, and no others.
         scope: The column `scope`, as an index takes it.
         aborts: Whether a statement that fails spoils the whole transaction.
+        undo: A statement that fails and undoes the transaction it is in; None where only a deadlock does.
         snapshot: Fixes what a transaction sees of others, at levels that do so, and locks nothing.
         keeps_snapshots: Whether a transaction may go on that has read an older state.
         impatient: Makes a connection fail where it would wait for a lock; None where nothing does.
@@ -51,6 +52,7 @@ class Hands:
     range_scan: str
     scope: str = "scope"
     aborts: bool = False
+    undo: str | None = None
     snapshot: str = "select sku from orders"
     keeps_snapshots: bool = True
     impatient: str | None = None
@@ -87,6 +89,7 @@ _POSTGRESQL = Hands(
     explain="explain",
     range_scan="Index Cond: (expires_at <=",
     aborts=True,
+    undo="select nothing",
     impatient="set local lock_timeout = 1",
     hold_up="lock table dedup_claims in access exclusive mode",
     settings="select name, setting from pg_settings where source <> 'client' order by 1",
@@ -123,6 +126,7 @@ _SQLITE = Hands(
     """,
     explain="explain query plan",
     range_scan="(expires_at<?)",
+    undo="insert or rollback into orders (sku) values (null)",
     hold_up="begin immediate",
     settings="select timeout from pragma_busy_timeout()",
     keeps_snapshots=False,

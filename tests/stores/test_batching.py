@@ -10,7 +10,7 @@ from sqlalchemy import Connection, MetaData
 from sqlalchemy.dialects.postgresql.asyncpg import PGDialect_asyncpg
 from sqlalchemy.exc import DBAPIError
 
-from fastapi_dedup import StoreUnavailableError
+from fastapi_dedup import Dedup, StoreUnavailableError
 from fastapi_dedup.batches import BatchOutcome
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.stores.batches.one_by_one import OneByOne
@@ -116,4 +116,11 @@ def test_a_server_without_room_for_the_locks_is_named_with_the_ways_out() -> Non
 async def test_a_session_that_cannot_carry_a_claim_carries_no_batch(world: World) -> None:
     with pytest.raises(ConfigurationError, match="cannot ride"):
         async with world.dedup.claim_many(["p"], scope="tests", session="no session"):
+            raise AssertionError
+
+
+@pytest.mark.parametrize("text", ["order-1", b"order-1"])
+async def test_one_text_is_no_batch_of_its_letters(text: str | bytes) -> None:
+    with pytest.raises(ConfigurationError, match="items must be many"):
+        async with Dedup("postgresql+asyncpg://nowhere/nothing").claim_many(text, scope="tests"):
             raise AssertionError

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
 from fastapi_dedup import Claim, ClaimInFlightError, Dedup, DuplicateError
 from fastapi_dedup.claims import Duplicate, InFlight
 from fastapi_dedup.errors import ClaimLostError
 from fastapi_dedup.stores.dialects.mysql import MySQL, _has_snapshots
 from tests.stores.promises import BACKENDS
-from tests.stores.worlds import SOON, Order, World, intent
+from tests.stores.worlds import SOON, Order, World, intent, until
 
 NEWS = intent("news")
 
@@ -161,6 +164,104 @@ async def test_a_deadlock_that_the_handler_swallows_is_no_success(world: World) 
                 await handler(claim.session)
         await other.rollback()
     assert await world.rows() == []
+    assert await world.orders() == ["a", "b"]
+
+
+@on_mariadb
+async def test_a_connection_that_goes_on_after_its_commit_keeps_no_id_from_others(world: World) -> None:
+    # case E4: a consumer may have one connection for its life
+    elsewhere = world.runtime()
+    async with world.dedup.engine.connect() as connection:
+        for logical_id in ("news", "more"):
+            async with (
+                connection.begin(),
+                world.dedup.claim(logical_id, scope="tests", session=connection),
+            ):
+                pass
+            async with connection.begin(), world.dedup.claim_many(["a", "b"], scope="t", session=connection):
+                pass
+        await connection.execute(text("select 1"))
+        await world.expire(NEWS)
+        assert isinstance(await world.run(NEWS, elsewhere), Claim)
+        assert await connection.scalar(text("select release_all_locks()")) == 0
+
+
+async def wait_in_vain(world: World, session: AsyncSession) -> None:
+    """Have a session's statement wait for another's lock for too long, and take no notice."""
+    await world.execute("insert into orders (id, sku) values (-1, 'there')")
+    update = text("update orders set note = 'x' where id = -1")
+    async with world.session() as other:
+        await other.execute(update)
+        await session.execute(text("set innodb_lock_wait_timeout = 0"))
+        with pytest.raises(OperationalError, match="1205"):
+            await session.execute(update)
+
+
+@on_mariadb
+@pytest.mark.parametrize("undoes", ["the statement", "the transaction"])
+async def test_a_wait_for_a_lock_that_was_too_long_undoes_what_the_server_says(
+    world: World, undoes: str
+) -> None:
+    if undoes == "the transaction":  # which only a server's start can be told: so the answer is made up
+
+        @event.listens_for(world.dedup.engine.sync_engine, "before_cursor_execute", retval=True)
+        def _(_c: object, _cursor: object, sent: str, values: Any, *_: object) -> tuple[str, Any]:
+            return sent.replace("@@innodb_rollback_on_timeout", "1"), values
+
+    with nullcontext() if undoes == "the statement" else pytest.raises(ClaimLostError):
+        async with world.dedup.claim("news", scope="tests", lease=timedelta(hours=1)) as claim:
+            claim.session.add(Order(sku="news"))
+            await claim.session.flush()
+            await wait_in_vain(world, claim.session)
+    if undoes == "the statement":
+        assert await world.orders() == ["news", "there"]
+        assert isinstance(await world.run(NEWS), Duplicate)
+    else:
+        assert await world.orders() == ["there"]
+        assert isinstance(await world.run(NEWS), Claim)
+
+
+@on_mariadb
+async def test_the_commit_of_a_synchronous_session_that_was_a_deadlocks_victim_completes_no_lease(
+    world: World,
+) -> None:
+    # The first request on an engine of the app's that the runtime has never met.
+    engine = create_engine(world.engine.url.set(drivername="mysql+pymysql"))
+    await world.execute("insert into orders (id, sku) values (1, 'a'), (2, 'b')")
+    update = text("update orders set note = 'x' where id = :id")
+
+    def handler(session: Session) -> None:
+        session.execute(text("insert into orders (sku) values ('undone')"))
+        session.execute(update, {"id": 1})
+        first.set()
+        assert second.wait(SOON)
+        with pytest.raises(OperationalError, match="1213"):
+            session.execute(update, {"id": 2})
+        session.execute(text("insert into orders (sku) values ('the rest')"))
+        session.commit()
+
+    def rival() -> None:
+        with engine.begin() as other:
+            # more rows than the handler has changed: InnoDB sacrifices the smaller one
+            other.execute(text("insert into orders (sku) select 'z' from seq_1_to_200"))
+            other.execute(update, {"id": 2})
+            second.set()
+            assert first.wait(SOON)
+            other.execute(update, {"id": 1})
+            other.execute(text("delete from orders where sku = 'z'"))
+
+    first, second = threading.Event(), threading.Event()
+    with Session(engine) as session:
+        with pytest.raises(ClaimLostError):
+            async with world.dedup.claim("news", scope="tests", lease=timedelta(hours=1), session=session):
+                await asyncio.gather(asyncio.to_thread(rival), asyncio.to_thread(handler, session))
+        session.rollback()
+
+    async def released() -> bool:
+        return await world.rows() == []
+
+    await until(released)
+    engine.dispose()
     assert await world.orders() == ["a", "b"]
 
 

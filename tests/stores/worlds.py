@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 from zoneinfo import ZoneInfo
 
 from sqlalchemy import Connection, String, event, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -222,6 +223,28 @@ class World:
                 return not await other.scalar(text(self.hands.lives), {"backend": backend})
 
             await until(has_ended)
+
+    async def undo(self, session: AsyncSession) -> None:
+        """Have a statement fail in a session so that the database undoes its transaction, and ignore that."""
+        if self.hands.undo is None:
+            await self._deadlock(session)
+            return
+        with suppress(DBAPIError):
+            await session.execute(text(self.hands.undo))
+
+    async def _deadlock(self, session: AsyncSession) -> None:
+        await self.execute("insert into orders (id, sku) values (-1, 'a'), (-2, 'b')")
+        update = text("update orders set note = 'x' where id = :id")
+        async with AsyncSession(self.engine) as other, asyncio.timeout(SOON):
+            await other.execute(update, {"id": -2})
+            # more rows than the session's transaction has changed: InnoDB sacrifices the smaller one
+            await other.execute(text("insert into orders (sku) select 'z' from seq_1_to_200"))
+            await session.execute(update, {"id": -1})
+            waiting = asyncio.create_task(other.execute(update, {"id": -1}))
+            with suppress(DBAPIError):
+                await session.execute(update, {"id": -2})
+            await waiting
+        await self.execute("delete from orders where id < 0")
 
     async def hold_up(self, session: AsyncSession) -> None:
         """Make every claim elsewhere wait until the session's transaction ends."""

@@ -4,6 +4,7 @@ INSERT waits for an unfinished twin, up to innodb_lock_wait_timeout, and InnoDB 
 belongs to a row which is not there yet. So a named lock (GET_LOCK) on the key comes first, and says at once
 whether a twin is in flight. The unique key still decides who wins. Named locks belong to the connection: the
 pool gives them back when the connection comes home after COMMIT or ROLLBACK, and a crash frees them with it.
+Where an app keeps its connection after a COMMIT, they are given back when the next transaction begins.
 
 A savepoint that is rolled back keeps its named locks until then, for InnoDB keeps some of its row locks: an
 INSERT over a row that was deleted a moment ago would wait for them, and so it is "not yet" instead.
@@ -239,9 +240,10 @@ class MySQL:
         return connection.execute(self._delete, {"keys": json.dumps([key.hex() for key in keys])}).rowcount
 
     def adopt(self, engine: Engine) -> None:
-        """Have the locks of connections given back that come home to their pool, or roll back before."""
+        """Have the locks of connections given back that come home to their pool, roll back, or begin anew."""
         event.listen(engine, "reset", _give_back)
         event.listen(engine, "rollback", _give_back_early)
+        event.listen(engine, "begin", _give_back_early)
 
     def serialize_creation(self, connection: Connection) -> bool:
         """Wait for other processes that are creating the table, or be the one that others wait for."""
@@ -272,7 +274,7 @@ class MySQL:
 
 
 def _give_back_early(connection: Connection) -> None:
-    """Give the locks of a connection back that its owner keeps after a ROLLBACK."""
+    """Give the locks of a connection back that its owner keeps after a ROLLBACK or a COMMIT."""
     if not connection.invalidated and (names := connection.info.pop(_NAMED_LOCKS, ())):
         _release(connection.connection, names)
 

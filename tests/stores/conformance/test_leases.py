@@ -6,18 +6,26 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import event, text
+from sqlalchemy.exc import DBAPIError, PendingRollbackError
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.pool import QueuePool
 
-from fastapi_dedup import Claim, ClaimInFlightError, ClaimLostError, Dedup, DuplicateError
+from fastapi_dedup import (
+    Claim,
+    ClaimInFlightError,
+    ClaimLostError,
+    ConfigurationError,
+    Dedup,
+    DuplicateError,
+)
 from fastapi_dedup.claims import Claimed, Duplicate, InFlight, Lease
 from fastapi_dedup.refusals import Refusal
 from tests.databases import engine_on
@@ -165,6 +173,20 @@ async def test_the_commit_of_a_borrowed_session_completes_the_claim(world: World
     assert await world.orders() == ["news"]
 
 
+async def test_a_session_on_another_database_is_refused_before_its_handler_runs(
+    world: World, tmp_path: Path
+) -> None:
+    if world.backend.leases is not None:  # then any database will do, for none completes the claim
+        return
+    engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'another.db'}")
+    async with AsyncSession(engine) as session:
+        with pytest.raises(ConfigurationError, match=r"another\.db"):
+            async with leased(world, session=session):
+                raise AssertionError
+    await engine.dispose()
+    assert await world.rows() == []
+
+
 async def test_a_rollback_of_the_handlers_leaves_the_claim_alone(world: World) -> None:
     async with world.session() as session, leased(world, session=session):
         await write(session, "a mistake")
@@ -234,6 +256,26 @@ async def test_leases_see_what_others_have_committed_whatever_the_apps_isolation
 # failure
 
 
+async def test_connections_begin_with_what_the_app_has_them_begin_with(world: World) -> None:
+    # with psycopg that has begun a transaction, in which no isolation level can be set
+    engine = engine_on(world.url)
+    dedup = world.runtime(engine=engine)
+    begun: list[object] = []
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _(connection: Any, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute("select 1")
+        cursor.close()
+        begun.append(connection)
+
+    async with leased(world, dedup) as claim:
+        assert len(begun) == (world.backend.leases is None)
+        await write(claim.session)
+    assert await world.orders() == ["news"]
+    await until_done(world)
+
+
 async def test_a_handler_that_fails_frees_its_id_at_once(world: World) -> None:
     with pytest.raises(ZeroDivisionError):
         async with leased(world) as claim:
@@ -301,6 +343,58 @@ async def test_a_failed_statement_that_the_handler_hides_is_no_success(world: Wo
         return await world.rows() == []
 
     await until(released)  # when the session has let go of the row
+
+
+async def test_work_that_the_database_has_undone_is_not_done_and_runs_again(world: World) -> None:
+    # A deadlock's victim on MariaDB, ON CONFLICT ROLLBACK on SQLite: the next statement begins a new
+    # transaction, and its COMMIT succeeds.
+    async with world.session() as session:
+        with pytest.raises(ClaimLostError, match="a statement failed"):
+            async with leased(world, session=session):
+                await write(session, "undone")
+                await world.undo(session)
+                with suppress(DBAPIError):
+                    await session.execute(text("insert into orders (sku) values ('the rest')"))
+                await session.commit()
+
+    async def released() -> bool:
+        return await world.rows() == []
+
+    await until(released)
+    assert await world.orders() == []
+    async with leased(world) as claim:
+        await write(claim.session)
+    assert await world.orders() == ["news"]
+    await until_done(world)
+
+
+async def test_work_on_a_connection_that_was_lost_is_not_done_and_runs_again(world: World) -> None:
+    async with world.session() as session:
+        with pytest.raises(ClaimLostError):
+            async with leased(world, session=session):
+                await write(session, "lost")
+                await world.crash(session)
+                with suppress(DBAPIError, PendingRollbackError):
+                    await session.execute(text("insert into orders (sku) values ('the rest')"))
+                await session.commit()
+
+    async def released() -> bool:
+        return await world.rows() == []
+
+    await until(released)
+    async with leased(world) as claim:
+        await write(claim.session)
+    assert await world.orders() == ["news"]
+
+
+async def test_a_handler_that_rolls_back_what_the_database_has_undone_may_try_again(world: World) -> None:
+    async with leased(world) as claim:
+        await write(claim.session, "undone")
+        await world.undo(claim.session)
+        await claim.session.rollback()
+        await write(claim.session)
+    assert await world.orders() == ["news"]
+    await until_done(world)
 
 
 # abandoned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -194,6 +194,24 @@ async def test_another_unique_key_of_our_own_table_is_no_duplicate(world: World)
         await world.run(intent("other"))
     assert isinstance(raised.value.__cause__, IntegrityError)
     assert isinstance(await world.run(NEWS), Duplicate)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
+async def test_a_claim_after_a_failed_statement_is_told_why_it_is_refused(world: World, many: bool) -> None:
+    refused = pytest.raises(
+        StoreUnavailableError, match="a statement has failed in the handler's transaction"
+    )
+    async with world.session() as session:
+        with pytest.raises(DBAPIError):
+            await session.execute(text("select nothing"))
+        with refused if world.hands.aborts else nullcontext():
+            if many:
+                async with world.dedup.claim_many(["news"], scope="tests", session=session):
+                    pass
+            else:
+                await world.claim_in(session)
+        await session.commit()
+    assert await world.count() == (not world.hands.aborts)
 
 
 # Reading before claiming, and claiming several ids
