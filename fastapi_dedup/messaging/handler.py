@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.runtime import Dedup
 
-__all__ = ["MessageHandler", "Result", "check", "handle"]
+__all__ = ["MessageHandler", "Result", "check", "handle", "run"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -236,7 +236,7 @@ class MessageHandler:
             if self._claim_name:
                 kwargs[self._claim_name] = claim
             self._warn_if_unused()
-            await _run(self._function, envelope.received, *args, **kwargs)
+            await run(self._function, envelope.received, *args, **kwargs)
 
         return await handle(
             self._dedup,
@@ -297,7 +297,8 @@ def check(policies: Sequence[Policy], dedup: Dedup | None = None) -> None:
         raise ConfigurationError(msg)
 
 
-async def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+async def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a handler's function, a synchronous one in a worker thread, and return what it returns."""
     call = partial(function, *args, **kwargs)
     # A thread cannot be cancelled: its session must not be closed while it works.
     value = call() if inspect.iscoroutinefunction(function) else await uncancelled(to_thread.run_sync(call))
