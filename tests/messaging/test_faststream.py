@@ -20,6 +20,8 @@ from faststream.rabbit import (
     TestRabbitBroker,
 )
 from faststream.redis import RedisBroker, StreamSub, TestRedisBroker
+from nats.js.api import AckPolicy as JetStreamAckPolicy
+from nats.js.api import ConsumerConfig
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -634,6 +636,18 @@ async def test_a_subscriber_that_does_not_acknowledge_after_the_commit_is_stoppe
         with pytest.raises(ConfigurationError, match="does not acknowledge after COMMIT"):
             await stream.publish(TEA)
     assert [record.levelno for record in caplog.records if "stopped" in record.message] == [logging.ERROR]
+    assert await world.orders() == []
+
+
+@pytest.mark.parametrize("ack_policy", [JetStreamAckPolicy.ALL, JetStreamAckPolicy.NONE])
+async def test_a_consumer_of_jetstream_s_that_does_not_acknowledge_each_message_by_itself_is_stopped(
+    world: World, ack_policy: JetStreamAckPolicy
+) -> None:
+    stream = stream_of(KINDS["jetstream"], world, BY_SKU)
+    stream.subscriber(config=ConsumerConfig(ack_policy=ack_policy))(add)
+    async with stream.running():
+        with pytest.raises(ConfigurationError, match=f"its ack_policy is {ack_policy.value}"):
+            await stream.publish(TEA)
     assert await world.orders() == []
 
 
