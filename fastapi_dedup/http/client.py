@@ -5,8 +5,8 @@
 A key is written into the headers of the request itself, once. So whatever sends that request again sends the
 same key: a transport that retries, around this one or inside it; `client.send(request)`; an authentication
 that answers a challenge; a redirect that keeps method and body (307 and 308). And nothing else does, for a
-key is kept nowhere but in its request; and the GET that a 303 asks for, into which httpx copies the headers of
-the POST, loses it again.
+key is kept nowhere but in its request; and the GET that a 303 asks for, into which httpx copies the headers
+of the POST, loses it again.
 """
 
 from __future__ import annotations

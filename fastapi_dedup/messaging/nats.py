@@ -164,10 +164,11 @@ async def _dead_lettered(envelope: Envelope, reason: str, subject: str | None) -
     """Publish a dead message where it can be found, and tell whether it may be terminated."""
     if subject is None:
         return True
+    given = envelope.message.headers or {}
     # What steers JetStream is for the original's publication. Its own message id would even make the
     # dead-letter stream drop the copy; this one makes it drop what a crash before `term` publishes again.
     headers = {
-        **{name: value for name, value in envelope.headers.items() if not name.lower().startswith("nats-")},
+        **{name: value for name, value in given.items() if not name.lower().startswith("nats-")},
         NATS_MESSAGE_ID: f"dead-letter|{envelope.destination}|{envelope.delivery_id}",
         "dead-letter-reason": reason,
         "dead-letter-subject": envelope.message.subject,
