@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi_dedup.errors import ConfigurationError, InvalidLogicalIdError
@@ -21,7 +22,16 @@ if TYPE_CHECKING:
 
     Headers: TypeAlias = Mapping[Any, Any] | Sequence[tuple[Any, Any]]
 
-__all__ = ["Envelope", "check_policy", "envelope_of", "fingerprint_of", "id_of", "scope_of", "with_stamp"]
+__all__ = [
+    "Envelope",
+    "check_policy",
+    "envelope_of",
+    "fingerprint_of",
+    "id_of",
+    "name_of",
+    "scope_of",
+    "with_stamp",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,9 @@ class Envelope:
         return self.body if self.message is None else self.message
 
 
+_PAIR = 2
+
+
 def envelope_of(message: Any) -> Envelope:
     """Return a message as an envelope: an `Envelope` as it is, else with its `headers`, if it has any."""
     if isinstance(message, Envelope):
@@ -61,11 +74,19 @@ def _headers_of(message: Any) -> Headers:
     if isinstance(found, Mapping):
         return found
     pairs = found if isinstance(found, list | tuple) else ()
-    return (
-        pairs
-        if all(isinstance(each, tuple) and len(each) == len(("name", "value")) for each in pairs)
-        else ()
-    )
+    return pairs if all(isinstance(each, tuple) and len(each) == _PAIR for each in pairs) else ()
+
+
+def name_of(function: Any) -> str:
+    """Return a handler's name, the same in every process.
+
+    An object is called like its class and a partial like its function, for their `repr` holds an address, and
+    an id in a scope of that name would be new after every restart.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def with_stamp(headers: Mapping[str, Any], stamp: Mapping[str, str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
+from copy import copy
 from functools import cached_property, partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from fastapi_dedup.messaging.envelope import (
     envelope_of,
     fingerprint_of,
     id_of,
+    name_of,
     scope_of,
 )
 from fastapi_dedup.messaging.sessions import check_factory, factory_of, opened, parameters_of
@@ -200,12 +202,19 @@ class MessageHandler:
         self._dedup = dedup
         self._explicit = tuple(policies)
         self._function = function
-        self._endpoint = (
-            endpoint or f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
-        )
+        self._endpoint = endpoint or name_of(function)
         self._session_name, self._session_kind, self._claim_name = parameters_of(function)
-        self._warned = False
+        self._warned: list[str] = []
         update_wrapper(self, function)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> MessageHandler:
+        """Return the handler of an instance, where the function is a method: the instance fills in `self`."""
+        bind = getattr(self._function, "__get__", None)
+        if bind is None:
+            return self
+        bound = copy(self)
+        bound._function = bind(instance, owner)  # noqa: SLF001 - it is our own
+        return bound
 
     @cached_property
     def _policies(self) -> tuple[Policy, ...]:
@@ -267,7 +276,7 @@ class MessageHandler:
             and not self._warned
             and all(policy.session is None for policy in self._policies)
         ):
-            self._warned = True
+            self._warned.append(self._endpoint)
             logger.warning(
                 "the handler %s has a claim in a transaction that it never uses, so a crash between the two "
                 "commits doubles or loses work. Give it a parameter annotated as AsyncSession, or name its "

@@ -265,6 +265,49 @@ async def test_a_handler_is_whatever_can_be_called(world: World, function: Any, 
     assert await world.orders() == [ordered]
 
 
+async def with_suffix(message: dict[str, str], session: AsyncSession, suffix: str = "") -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (with_suffix, "with_suffix"),
+        (partial(partial(with_suffix, suffix="pot")), "with_suffix"),
+        (Callable(), "Callable"),
+        (partial(Callable()), "Callable"),
+        (Callable().__call__, "Callable.__call__"),
+    ],
+    ids=["a function", "partials", "an object", "an object's partial", "a method"],
+)
+async def test_the_default_scope_is_the_same_in_every_process_whatever_is_called(
+    world: World, function: Any, name: str
+) -> None:
+    # The repr of partials and objects holds an address: a scope of that name knows nothing after a restart.
+    await world.dedup.handler(Deduplicated("body", "sku"))(function)(TEA)
+    assert await world.scopes() == [f"message {__name__}.{name}"]
+
+
+async def test_a_handler_may_be_a_method_that_is_decorated_in_its_class(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Consumer:
+        def __init__(self, suffix: str) -> None:
+            self.suffix = suffix
+
+        @world.dedup.handler(BY_SKU)
+        async def on_order(self, message: dict[str, str], session: AsyncSession) -> None:
+            await add(session, message["sku"] + self.suffix)
+
+        @world.dedup.handler(Deduplicated("body", "sku", scope="pings"))
+        async def on_ping(self, message: dict[str, str]) -> None: ...
+
+    consumer = Consumer("pot")
+    assert [await consumer.on_order(TEA), await Consumer("cup").on_order(TEA)] == [HANDLED, DUPLICATE]
+    assert [await consumer.on_ping(order) for order in (TEA, {"sku": "cocoa"})] == [HANDLED, HANDLED]
+    assert await world.orders() == ["teapot"]
+    assert caplog.text.count("never uses") == 1  # and not as often as it is bound
+
+
 async def test_a_session_that_the_caller_gives_is_the_one_that_is_ridden(world: World) -> None:
     shop = Shop(world)
     async with world.sessions() as session:
