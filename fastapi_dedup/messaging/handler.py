@@ -41,7 +41,13 @@ from fastapi_dedup.messaging.envelope import (
     name_of,
     scope_of,
 )
-from fastapi_dedup.messaging.sessions import check_factory, factory_of, opened, parameters_of
+from fastapi_dedup.messaging.sessions import (
+    SessionUnavailableError,
+    check_factory,
+    factory_of,
+    opened,
+    parameters_of,
+)
 from fastapi_dedup.policy import Endpoint
 from fastapi_dedup.refusals import error_of
 
@@ -114,6 +120,10 @@ async def handle(
     except (DuplicateError, ClaimInFlightError):
         if delivery.refusal is None:  # it is the handler's own
             raise
+    except SessionUnavailableError as error:
+        for intent in filter(None, intents):
+            delivery.unavailable(intent, error)
+        raise
     match delivery.refusal:
         case None:
             return Result.HANDLED

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.engine import ExceptionContext
 
-__all__ = ["note_failures", "store_errors", "take_failure"]
+__all__ = ["note_failures", "of_the_database", "store_errors", "take_failure"]
 
 _FAILED = "fastapi_dedup.statement_failed"
 _DRIVERS = {
@@ -40,12 +40,17 @@ def store_errors() -> Iterator[None]:
         msg = f"the database refused the claim ({type(error.orig).__name__})"
         raise StoreUnavailableError(msg) from error
     except Exception as error:
-        ours = isinstance(error, exc.SQLAlchemyError | OSError)
-        # SQLAlchemy 2.0 does not wrap what drivers raise while they connect.
-        if not ours and type(error).__module__.partition(".")[0] not in _DRIVERS:
+        if not of_the_database(error):
             raise
         msg = f"the database did not answer ({type(error).__name__})"
         raise StoreUnavailableError(msg) from error
+
+
+def of_the_database(error: Exception) -> bool:
+    """Tell whether it is the database, or the way to it, that an error comes from."""
+    # SQLAlchemy 2.0 does not wrap what drivers raise while they connect.
+    by_driver = type(error).__module__.partition(".")[0] in _DRIVERS
+    return by_driver or isinstance(error, exc.SQLAlchemyError | OSError)
 
 
 def note_failures(engine: Engine) -> None:

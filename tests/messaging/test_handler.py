@@ -16,7 +16,7 @@ from typing import Annotated, Any, Optional
 import pytest
 from fastapi import Depends
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker
 
 from fastapi_dedup import (
     Claim,
@@ -162,6 +162,44 @@ async def test_while_the_store_is_down_nothing_runs_and_nothing_is_called_a_dupl
     )
     database_proxy.come_back()
     assert [await shop.handle(TEA), await shop.handle({"sku": "cocoa"})] == [DUPLICATE, HANDLED]
+
+
+@pytest.mark.parametrize("kind", ["by annotation", "a context manager", "a generator", "a coroutine"])
+async def test_a_session_that_cannot_be_opened_is_a_store_that_is_down_and_no_failure_of_the_handler(
+    proxied: World, database_proxy: Proxy, kind: str
+) -> None:
+    # With on_error="reject" an outage would dead-letter what was never tried.
+    engine, runs = proxied.dedup.engine, []
+
+    async def generator() -> AsyncIterator[AsyncConnection]:
+        async with engine.begin() as connection:
+            yield connection
+
+    async def coroutine() -> AsyncConnection:
+        return await engine.connect()
+
+    sources = {"a context manager": engine.begin, "a generator": generator, "a coroutine": coroutine}
+
+    @proxied.dedup.handler(Deduplicated("body", "sku", scope="orders", session=sources.get(kind)))
+    async def on_order(message: dict[str, str], connection: AsyncConnection) -> None:  # noqa: ARG001 - asked for
+        runs.append(message)
+
+    database_proxy.go_down()
+    with pytest.raises(StoreUnavailableError, match="session could not be opened") as caught:
+        await on_order(TEA)
+    assert caught.value.__cause__ is not None
+    assert (runs, heard(proxied, EventKind.UNAVAILABLE)) == ([], 1)
+
+
+async def test_what_a_session_s_own_code_raises_is_no_outage(world: World) -> None:
+    async def generator() -> AsyncIterator[AsyncSession]:
+        msg = "no tenant"
+        raise LookupError(msg)
+        yield
+
+    handler = world.dedup.handler(Deduplicated("body", "sku", session=generator))(with_suffix)
+    with pytest.raises(LookupError, match="no tenant"):
+        await handler(TEA)
 
 
 async def test_a_duplicate_that_the_handler_itself_meets_is_its_own_error(world: World) -> None:
