@@ -100,7 +100,7 @@ def consumer(
             )
             async with _heartbeats(envelope, every):
                 if (origin.stream, origin.consumer) not in known:
-                    await _check_acknowledged(message)
+                    await _check(message, every)
                     known.add((origin.stream, origin.consumer))
                 with unanswerable(message, "ack", "ack_sync", "nak", "term"):
                     verdict = await judge(envelope)
@@ -112,8 +112,10 @@ def consumer(
     return decorate
 
 
-async def _check_acknowledged(message: Msg) -> None:
+async def _check(message: Msg, heartbeat: float) -> None:
     """Refuse a consumer whose messages are settled without us, or along with later ones.
+
+    One that delivers again before the first heartbeat is warned of.
 
     Raises:
         ConfigurationError: Its `ack_policy` is not explicit.
@@ -121,18 +123,27 @@ async def _check_acknowledged(message: Msg) -> None:
     origin = message.metadata
     stream = message._client.jetstream(domain=origin.domain)  # noqa: SLF001 - nothing public knows it
     try:
-        policy = (await stream.consumer_info(origin.stream, origin.consumer)).config.ack_policy
+        config = (await stream.consumer_info(origin.stream, origin.consumer)).config
     except Exception as error:  # noqa: BLE001 - it may not be allowed to ask, and need not be
         logger.debug("could not ask how %s/%s acknowledges: %r", origin.stream, origin.consumer, error)
         return
-    if policy != AckPolicy.EXPLICIT:  # it comes as text
+    if config.ack_policy != AckPolicy.EXPLICIT:  # it comes as text
         msg = (
             f"{origin.stream}/{origin.consumer} does not acknowledge each message by itself (its ack_policy "
-            f"is {policy}), so one whose work fails, or is in flight elsewhere, would be lost: "
+            f"is {config.ack_policy}), so one whose work fails, or is in flight elsewhere, would be lost: "
             "make the consumer with ack_policy=AckPolicy.EXPLICIT, which is the default"
         )
         logger.error("a message was not handled: %s", msg)
         raise ConfigurationError(msg)
+    if config.ack_wait is not None and config.ack_wait <= heartbeat:
+        logger.warning(
+            "%s/%s delivers again what it hears nothing of for %s seconds, and a handler's first heartbeat "
+            "comes after %s: give consumer(...) a heartbeat= of a third of ack_wait",
+            origin.stream,
+            origin.consumer,
+            config.ack_wait,
+            heartbeat,
+        )
 
 
 @asynccontextmanager

@@ -89,6 +89,20 @@ async def test_a_consumer_that_does_not_acknowledge_each_message_by_itself_is_re
     assert f"{topic.name}/all does not acknowledge each message by itself" in caplog.text
 
 
+@pytest.mark.parametrize(("ack_wait", "warns"), [(9, True), (11, False)])
+async def test_a_heartbeat_that_comes_too_late_is_warned_of_once(
+    jetstream: JetStream, world: World, ack_wait: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    jetstream.ack_wait = ack_wait
+    topic = await jetstream.topic()
+    await jetstream.consume(topic.endpoint, world.dedup, BY_HEADER, function=Shop().order)
+    for number in ("1", "2"):
+        await jetstream.publish(topic, "tea", deduplication_id=number)
+        await until_heard(world, EventKind.COMMITTED, int(number))
+    warned = [record.message for record in caplog.records if "heartbeat" in record.message]
+    assert [topic.endpoint in message for message in warned] == [True] * warns
+
+
 async def test_a_handler_may_take_longer_than_the_servers_patience(
     jetstream: JetStream, world: World
 ) -> None:
