@@ -378,15 +378,15 @@ class StampingMiddleware:
         Raises:
             InvalidLogicalIdError: Its id is no legal one.
         """
-        bodies = command.batch_bodies
-        if len(bodies) > 1:
-            if any(self._identities.of(body) is not None for body in bodies):
-                logger.warning(
-                    "a batch for %s is published without ids: its messages share their headers",
-                    command.destination,
-                )
+        explicit = [value for name, value in command.headers.items() if name.lower() == DEDUPLICATION_HEADER]
+        if len(bodies := command.batch_bodies) > 1:
+            shared = "a batch for %s is published %s: its messages share their headers"
+            if any(explicit):
+                what = "under one id, so that all but one of them will be taken for duplicates"
+                logger.warning(shared, command.destination, what)
+            elif not explicit and any(self._identities.of(body) is not None for body in bodies):
+                logger.warning(shared, command.destination, "without ids")
             return
-        explicit = any(name.lower() == DEDUPLICATION_HEADER for name in command.headers)
         logical_id = None if explicit else self._identities.of(command.body)
         if type(command).__module__.startswith("faststream.nats."):
             from fastapi_dedup.messaging.nats import stamped  # noqa: PLC0415 - its driver is there on NATS only
