@@ -209,11 +209,10 @@ def _from_header(headers: Headers, name: str) -> str | None:
 
 def _derived(body: Any, derive: Callable[[Any], str | None]) -> str | None:
     try:
-        return derive(_decoded(body))
+        message = _decoded(body)
     except InvalidLogicalIdError:
-        if isinstance(body, bytes | bytearray | memoryview | str):
-            return None  # no JSON, so no members
-        raise
+        return None  # no JSON, so no members
+    return derive(message)
 
 
 def _decoded(body: Any) -> Any:

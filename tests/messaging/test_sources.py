@@ -173,6 +173,17 @@ async def test_anything_follows_the_publisher_s_rules_too(world: World) -> None:
     assert await world.ids() == ["cocoa", "tea"]
 
 
+@pytest.mark.parametrize(
+    "body", [{"sku": [1]}, b'{"sku": [1]}', '{"sku": "\\ud800"}'], ids=["dict", "bytes", "text"]
+)
+async def test_an_illegal_id_of_the_message_s_own_is_not_taken_for_none(world: World, body: object) -> None:
+    world.dedup.identities.by_member_named("sku")
+    handler = Handler(world, Deduplicated("anything", required=False))
+    with pytest.raises(InvalidLogicalIdError, match="sku"):
+        await handler.deliver(Envelope(body))
+    assert handler.runs == 0
+
+
 # wolverine.md row 13
 async def test_deriving_never_enforces_what_the_policy_does_not_ask_for(world: World) -> None:
     handler = Handler(world, Deduplicated(required=False))
