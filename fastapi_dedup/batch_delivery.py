@@ -118,7 +118,7 @@ class BatchDelivery(Delivery):
             outcomes = await self._take_many(intents, transaction)
         except StoreUnavailableError as error:
             for intent in intents:
-                self._unavailable(intent, error)
+                self.unavailable(intent, error)
             raise
         found: dict[bytes, Claim | Refusal] = {}
         for intent in intents:

@@ -167,7 +167,7 @@ class Blocks:
             MissingLogicalIdError: An id is blank; `field` says which item's, such as `items[3]`. Or a part of
                 the scope is.
             InvalidLogicalIdError: An id is no legal one; `field` says which item's.
-            ConfigurationError: An option cannot be kept; or `items` is one text, whose letters would be claimed.
+            ConfigurationError: An option cannot be kept; or `items` is one text, no list of them.
             StoreUnavailableError: The database did not answer.
         """
         if window is not None:

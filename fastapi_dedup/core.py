@@ -113,7 +113,7 @@ class Delivery:
             if wait is not None and isinstance(outcome, InFlight) and not outcome.abandoned:
                 outcome = await self._wait(intent, transaction, store, wait)
         except StoreUnavailableError as error:
-            self._unavailable(intent, error)
+            self.unavailable(intent, error)
             raise
         if isinstance(outcome, Claimed):
             return self._held[intent.key].claim
@@ -385,7 +385,8 @@ class Delivery:
                 kind = EventKind.TOO_LARGE
         tell(self._hooks, Event(kind))
 
-    def _unavailable(self, intent: Intent, error: StoreUnavailableError) -> None:
+    def unavailable(self, intent: Intent, error: StoreUnavailableError) -> None:
+        """Take note that nobody knows whether an intent's work is done."""
         logger.info(
             "refused logical id %r in scope %r: %s", intent.logical_id, scope_text(intent.scope), error
         )

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.identity import unsent
 
 __all__ = ["of_chosen", "of_fields", "of_message", "of_payload"]
 
@@ -110,7 +111,7 @@ def _members_or_text(value: Any) -> dict[str, Any] | str:
     if hasattr(value, "model_dump"):
         members = value.model_dump()
     elif names is not None:
-        members = {name: getattr(value, name) for name in names}
+        members = {name: member for name in names if not unsent(member := getattr(value, name))}
     elif not members and has_text:
         return str(value)
     if members is None:

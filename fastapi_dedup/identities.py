@@ -230,8 +230,7 @@ def _member(name: str, message: Any) -> str | None:
     except AttributeError as error:
         msg = f"{kind} declares {name}, and this message does not have it: {error}"
         raise ConfigurationError(msg) from error
-    # msgspec's word for a field that was not sent.
-    return None if type(value).__name__ == "UnsetType" else legal(value, field=f"{kind}.{name}")
+    return legal(value, field=f"{kind}.{name}")
 
 
 def _checked_callable(taker: str, given: Any) -> Any:

@@ -2,7 +2,7 @@
 
 The rules, in one place:
 
-- None, "", blanks and JSON null are *missing*. `"None"` and `"0"` are ids like any other.
+- None, "", blanks, JSON null and msgspec's UNSET are *missing*. `"None"` and `"0"` are ids like any other.
 - Strings, integers, UUIDs, enums, dates and decimals are ids; booleans, floats, lists and objects are not.
 - Nothing is folded: case, accents, trailing blanks and Unicode normal forms stay apart.
 - An id has at most 255 characters, no control characters and no lone surrogates.
@@ -32,6 +32,7 @@ __all__ = [
     "principal",
     "required",
     "resolve",
+    "unsent",
 ]
 
 MAX_LENGTH = 255
@@ -56,7 +57,7 @@ def legal(value: object, *, field: str) -> str | None:
     Raises:
         InvalidLogicalIdError: The value is there and cannot be an id.
     """
-    if value is None:
+    if value is None or unsent(value):
         return None
     text = _text(value, field)
     if not text.strip():
@@ -66,6 +67,11 @@ def legal(value: object, *, field: str) -> str | None:
     if _ILLEGAL.search(text):
         raise InvalidLogicalIdError(field, "it holds a control character or a lone surrogate")
     return text
+
+
+def unsent(value: object) -> bool:
+    """Tell whether a value is msgspec's word for a field that was not sent, without importing msgspec."""
+    return type(value).__name__ == "UnsetType"
 
 
 def required(value: object, *, field: str) -> str:

@@ -245,11 +245,9 @@ def _validate(policy: Policy) -> None:
     positive("wait_timeout", policy.wait_timeout)
     _check_switches(policy)
     positive("keep_after_handling", policy.keep_after_handling)
+    _check_delivery(policy)
     if policy.store not in {"durable", "memory"}:
         msg = f"store must be 'durable' or 'memory', not {policy.store!r}"
-        raise ConfigurationError(msg)
-    if policy.identity not in {"id", "id_and_destination"}:
-        msg = f"identity must be 'id' or 'id_and_destination', not {policy.identity!r}"
         raise ConfigurationError(msg)
     status = policy.duplicate_status
     if isinstance(status, bool) or not isinstance(status, int) or not 200 <= status <= 599:  # noqa: PLR2004
@@ -266,6 +264,24 @@ def _validate(policy: Policy) -> None:
     if not policy.methods:
         msg = "methods must not be empty: a policy that applies to nothing protects nothing"
         raise ConfigurationError(msg)
+
+
+def _check_delivery(policy: Policy) -> None:
+    """Refuse what would silently mean nothing: the broker's own ids have options of their own."""
+    if policy.identity not in {"id", "id_and_destination"}:
+        msg = f"identity must be 'id' or 'id_and_destination', not {policy.identity!r}"
+        raise ConfigurationError(msg)
+    if policy.source == "delivery":
+        unheeded = {"window": "keep_after_handling", "scope": "identity"}
+        given = [option for option in unheeded if getattr(policy, option) is not None]
+        if given:
+            msg = f"source='delivery' has {unheeded[given[0]]}= instead of {given[0]}=: leave {given[0]} out"
+            raise ConfigurationError(msg)
+        return
+    for option in ("keep_after_handling", "identity"):
+        if getattr(policy, option) != getattr(Policy, option):
+            msg = f"{option} is about source='delivery', and this policy's is {policy.source!r}: leave it out"
+            raise ConfigurationError(msg)
 
 
 def _check_lease(policy: Policy) -> None:

@@ -10,7 +10,7 @@ import os
 from datetime import UTC, datetime, time, timedelta
 
 from faststream.rabbit import RabbitQueue
-from pydantic import BaseModel, field_validator
+from pydantic import AwareDatetime, BaseModel, field_validator
 
 from fastapi_dedup.identities import deduplication_identity
 
@@ -22,10 +22,13 @@ RABBITMQ_URL = os.environ.get("RABBITMQ_URL", "amqp://guest:guest@127.0.0.1:5672
 
 @deduplication_identity("name", "due")
 class Job(BaseModel):
-    """A job, and the time that it is due at: in UTC, so that agents in two time zones name the same night."""
+    """A job, and the time that it is due at: in UTC, so that agents in two time zones name the same night.
+
+    A time that does not say its zone is none: each agent would take it for its own.
+    """
 
     name: str
-    due: datetime
+    due: AwareDatetime
 
     @field_validator("due")
     @classmethod

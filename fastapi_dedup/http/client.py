@@ -5,7 +5,8 @@
 A key is written into the headers of the request itself, once. So whatever sends that request again sends the
 same key: a transport that retries, around this one or inside it; `client.send(request)`; an authentication
 that answers a challenge; a redirect that keeps method and body (307 and 308). And nothing else does, for a
-key is kept nowhere but in its request.
+key is kept nowhere but in its request; and the GET that a 303 asks for, into which httpx copies the headers
+of the POST, loses it again.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def header_value(logical_id: str, *, quoted: bool = False, field: str = DEFAULT_
 
 
 class _Stamp:
-    """Writes the key into a request. Holds no state of any request."""
+    """Writes the key into a request, and out of one that was redirected. Holds no state of any request."""
 
     def __init__(
         self,
@@ -80,16 +81,24 @@ class _Stamp:
         self._header = header
         self._identify = identify
         self._quoted = quoted
+        self._ours = f"fastapi_dedup.{header.lower()}"
 
     def __call__(self, request: httpx.Request) -> None:
-        if request.method not in self._methods or self._header in request.headers:
+        present = request.headers.get(self._header)
+        if request.method not in self._methods:
+            if present is not None and present == request.extensions.get(self._ours):
+                del request.headers[self._header]
+            return
+        if present is not None:
             return
         logical_id = legal(request.extensions.get(EXTENSION), field=f"extensions[{EXTENSION!r}]")
         if logical_id is None and self._identify is not None:
             logical_id = legal(self._identify(request), field="identify")
         if logical_id is None:
             logical_id = str(uuid.uuid4())
-        request.headers[self._header] = header_value(logical_id, quoted=self._quoted, field=self._header)
+        value = header_value(logical_id, quoted=self._quoted, field=self._header)
+        request.headers[self._header] = value
+        request.extensions = {**request.extensions, self._ours: value}  # redirects take this along as well
 
 
 class DeduplicatingTransport(httpx.BaseTransport):

@@ -21,7 +21,8 @@ import random
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 from fastapi_dedup.claims import positive
 from fastapi_dedup.errors import (
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from fastapi_dedup.messaging.envelope import Envelope
     from fastapi_dedup.messaging.handler import MessageHandler
 
-__all__ = ["Answer", "Judge", "OnError", "Verdict", "telling"]
+__all__ = ["Answer", "Judge", "OnError", "Verdict", "telling", "unanswerable"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -137,6 +138,38 @@ class Judge:
 
 def _jittered(pause: float) -> float:
     return pause * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, not a secret
+
+
+@contextmanager
+def unanswerable(message: Any, *answers: str) -> Iterator[None]:
+    """Keep a handler from answering its message's broker by itself, for that is done after COMMIT.
+
+    An acknowledgement before the COMMIT loses the message if the work fails; and a message that was given
+    back by a handler that then returns would be called a duplicate when it comes again. A message does not
+    tell afterwards which of the two it was, so neither is let through.
+
+    Args:
+        message: The broker library's message.
+        *answers: The names of the methods that tell the broker.
+    """
+    kind: Any = type(message)
+    message.__class__ = _unanswerable(kind, answers)
+    try:
+        yield
+    finally:
+        message.__class__ = kind
+
+
+@cache
+def _unanswerable(kind: Any, answers: tuple[str, ...]) -> type:
+    async def refuse(*_: object, **__: object) -> NoReturn:
+        msg = (
+            "a handler does not acknowledge its message: consumer(...) does, after COMMIT. To have it again, "
+            "raise an error; on_error says whether it is requeued or dead-lettered"
+        )
+        raise ConfigurationError(msg)
+
+    return type(kind.__name__, (kind,), {"__slots__": (), **dict.fromkeys(answers, refuse)})
 
 
 @contextmanager

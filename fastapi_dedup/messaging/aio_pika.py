@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.identities import headers_for
-from fastapi_dedup.messaging.acknowledge import Answer, Judge, OnError, telling
+from fastapi_dedup.messaging.acknowledge import Answer, Judge, OnError, telling, unanswerable
 from fastapi_dedup.messaging.envelope import Envelope, with_stamp
 from fastapi_dedup.messaging.extras import driver
 
@@ -47,7 +47,7 @@ def consumer(
     """Wrap a handler into a callback that claims, runs, commits and then acknowledges.
 
     The handler is called with aio-pika's message, and with the session and the claim if it has parameters
-    annotated as `AsyncSession` and `Claim`. It must not acknowledge: that is done after COMMIT.
+    annotated as `AsyncSession` and `Claim`. It cannot acknowledge: that is done after COMMIT.
 
     A message without a legal id is rejected and not requeued: RabbitMQ takes it to the queue's dead-letter
     exchange, and drops it where the queue has none.
@@ -80,7 +80,8 @@ def consumer(
                 msg = f"a message of {name} is acknowledged before it is handled: consume with no_ack=False"
                 raise ConfigurationError(msg)
             envelope = Envelope(message.body, message.headers, message.message_id, name, message)
-            verdict = await judge(envelope)
+            with unanswerable(message, "ack", "nack", "reject"):
+                verdict = await judge(envelope)
             if verdict.answer is Answer.AGAIN:
                 # In a task of its own: who reads the queue message by message must not rest with this one.
                 rest = asyncio.create_task(_requeue(envelope, verdict.pause))

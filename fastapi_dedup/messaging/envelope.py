@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi_dedup.errors import ConfigurationError, InvalidLogicalIdError
@@ -14,11 +15,23 @@ from fastapi_dedup.identity import from_field_values, legal, lookup, resolve
 from fastapi_dedup.identity import principal as part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from typing import TypeAlias
 
     from fastapi_dedup.policy import Policy
 
-__all__ = ["Envelope", "check_policy", "envelope_of", "fingerprint_of", "id_of", "scope_of", "with_stamp"]
+    Headers: TypeAlias = Mapping[Any, Any] | Sequence[tuple[Any, Any]]
+
+__all__ = [
+    "Envelope",
+    "check_policy",
+    "envelope_of",
+    "fingerprint_of",
+    "id_of",
+    "name_of",
+    "scope_of",
+    "with_stamp",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +40,15 @@ class Envelope:
 
     Attributes:
         body: The message itself: decoded, or bytes, which are read as JSON where a member is asked for.
-        headers: Its headers; names are compared without regard to case.
+        headers: Its headers, as a mapping or a list of pairs; names are text or bytes, and are compared
+            without regard to case.
         delivery_id: The broker's own id of the message; None where it has none.
         destination: Where it arrived: the queue, subject or topic; "" where that is not known.
         message: The broker library's own object; None where there is none.
     """
 
     body: Any
-    headers: Mapping[str, Any] = field(default_factory=dict)
+    headers: Headers = field(default_factory=dict)
     delivery_id: str | None = None
     destination: str = ""
     message: Any = None
@@ -45,12 +59,34 @@ class Envelope:
         return self.body if self.message is None else self.message
 
 
+_PAIR = 2
+
+
 def envelope_of(message: Any) -> Envelope:
     """Return a message as an envelope: an `Envelope` as it is, else with its `headers`, if it has any."""
     if isinstance(message, Envelope):
         return message
-    headers = getattr(message, "headers", None)
-    return Envelope(message, headers if isinstance(headers, Mapping) else {}, message=message)
+    return Envelope(message, _headers_of(message), message=message)
+
+
+def _headers_of(message: Any) -> Headers:
+    found = getattr(message, "headers", None)
+    if isinstance(found, Mapping):
+        return found
+    pairs = found if isinstance(found, list | tuple) else ()
+    return pairs if all(isinstance(each, tuple) and len(each) == _PAIR for each in pairs) else ()
+
+
+def name_of(function: Any) -> str:
+    """Return a handler's name, the same in every process.
+
+    An object is called like its class and a partial like its function, for their `repr` holds an address, and
+    an id in a scope of that name would be new after every restart.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def with_stamp(headers: Mapping[str, Any], stamp: Mapping[str, str]) -> dict[str, Any]:
@@ -155,8 +191,14 @@ def _no_such_source(source: object) -> str:
     return f"a message has no {source}: use source='header', 'body', 'delivery', 'anything' or a callable"
 
 
-def _from_header(headers: Mapping[str, Any], name: str) -> str | None:
-    values = [value for key, value in headers.items() if key.lower() == name.lower()]
+def _named(headers: Headers) -> Iterator[tuple[str, Any]]:
+    """Yield headers by name: a mapping's, or the pairs of Kafka's libraries; redis-py's names are bytes."""
+    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        yield name.decode("latin-1") if isinstance(name, bytes) else str(name), value
+
+
+def _from_header(headers: Headers, name: str) -> str | None:
+    values = [value for key, value in _named(headers) if key.lower() == name.lower()]
     field = f"header.{name}"
     try:
         texts = [value.decode() if isinstance(value, bytes) else value for value in values]
@@ -167,11 +209,10 @@ def _from_header(headers: Mapping[str, Any], name: str) -> str | None:
 
 def _derived(body: Any, derive: Callable[[Any], str | None]) -> str | None:
     try:
-        return derive(_decoded(body))
+        message = _decoded(body)
     except InvalidLogicalIdError:
-        if isinstance(body, bytes | bytearray | memoryview | str):
-            return None  # no JSON, so no members
-        raise
+        return None  # no JSON, so no members
+    return derive(message)
 
 
 def _decoded(body: Any) -> Any:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar, cast
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from fastapi_dedup.cancellation import uncancelled
 from fastapi_dedup.claims import Claim, positive
 from fastapi_dedup.errors import (
     ConfigurationError,
@@ -201,7 +202,7 @@ class DeduplicatingMiddleware:
         if not policies or (around is not None and nested and around.policies == policies):
             return await call_next(message)  # no policy; or the router has this middleware too
         await check_subscriber(subscriber, message, endpoint, nested=nested)
-        return await self._handle(endpoint, _Run(call_next, message, context, policies))
+        return await self._handle(endpoint, _Run(call_next, message, context, policies, function))
 
     async def _handle(self, endpoint: str, run: _Run) -> Any:
         message, policies = run.message, run.policies
@@ -302,9 +303,11 @@ class _Run:
         message: StreamMessage[Any],
         context: ContextRepo,
         policies: tuple[Policy, ...],
+        function: Callable[..., Any],
     ) -> None:
         self.message = message
         self.policies = policies
+        self._in_thread = not inspect.iscoroutinefunction(function)
         self._call_next = call_next
         self._context = context
         self.result: Any = None
@@ -315,7 +318,8 @@ class _Run:
         held = _Held(self.message, self.policies, session, claim)
         try:
             with self._context.scope(_KEY, held):
-                self.result = await self._call_next(self.message)
+                # A thread cannot be cancelled: its session must not be closed while it works.
+                self.result = await (uncancelled(self._rest()) if self._in_thread else self._rest())
             _heed(self.message.committed)
         except AckMessage as done:  # the message will not come again, so its work must be committed
             self.error = done
@@ -324,6 +328,9 @@ class _Run:
             raise
         finally:
             self.used = held.used
+
+    async def _rest(self) -> Any:
+        return await self._call_next(self.message)
 
 
 async def _body_of(message: StreamMessage[Any]) -> Any:
@@ -335,9 +342,11 @@ async def _body_of(message: StreamMessage[Any]) -> Any:
 
 
 def _heed(answer: AckStatus | None) -> None:
-    """Take a message that its handler has given back by hand for a failure: it comes again, and must run."""
+    """Take a message that its handler has refused by hand for a failure: when it comes again, it must run."""
     if answer is AckStatus.NACKED:
         raise NackMessage
+    if answer is AckStatus.REJECTED:  # it may come again too, if only as a dead letter
+        raise RejectMessage
 
 
 # Publishing
@@ -369,15 +378,15 @@ class StampingMiddleware:
         Raises:
             InvalidLogicalIdError: Its id is no legal one.
         """
-        bodies = command.batch_bodies
-        if len(bodies) > 1:
-            if any(self._identities.of(body) is not None for body in bodies):
-                logger.warning(
-                    "a batch for %s is published without ids: its messages share their headers",
-                    command.destination,
-                )
+        explicit = [value for name, value in command.headers.items() if name.lower() == DEDUPLICATION_HEADER]
+        if len(bodies := command.batch_bodies) > 1:
+            shared = "a batch for %s is published %s: its messages share their headers"
+            if any(explicit):
+                what = "under one id, so that all but one of them will be taken for duplicates"
+                logger.warning(shared, command.destination, what)
+            elif not explicit and any(self._identities.of(body) is not None for body in bodies):
+                logger.warning(shared, command.destination, "without ids")
             return
-        explicit = any(name.lower() == DEDUPLICATION_HEADER for name in command.headers)
         logical_id = None if explicit else self._identities.of(command.body)
         if type(command).__module__.startswith("faststream.nats."):
             from fastapi_dedup.messaging.nats import stamped  # noqa: PLC0415 - its driver is there on NATS only

@@ -55,6 +55,12 @@ async def check_subscriber(
             "a message whose work fails, or is in flight elsewhere, would be lost: subscribe with "
             "ack_policy=AckPolicy.NACK_ON_ERROR, and to Kafka and Redis streams in a group"
         )
+    elif (jetstream := _jetstream_policy(subscriber)) not in {None, "explicit"}:
+        msg = (
+            f"the consumer of {endpoint} does not acknowledge each message by itself (its ack_policy is "
+            f"{jetstream}), so one whose work fails, or is in flight elsewhere, would be lost: "
+            "leave ack_policy out of its ConsumerConfig"
+        )
     else:
         return
     await stop(message, msg)
@@ -75,6 +81,12 @@ def _acknowledged_after(policy: AckPolicy, message: StreamMessage[Any]) -> bool:
     if policy is AckPolicy.MANUAL:  # which is also the policy where there is nothing to acknowledge
         return not comes_again(message)
     return policy is not AckPolicy.ACK_FIRST
+
+
+def _jetstream_policy(subscriber: Any) -> str | None:
+    """Return JetStream's own policy of acknowledgement, which is not FastStream's; None elsewhere."""
+    policy = subscriber.config.ack_policy if hasattr(subscriber, "stream") else None
+    return None if policy is None else str(policy.value)
 
 
 def comes_again(message: StreamMessage[Any]) -> bool:

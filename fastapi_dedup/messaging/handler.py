@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
+from copy import copy
 from functools import cached_property, partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,16 @@ from fastapi_dedup.messaging.envelope import (
     envelope_of,
     fingerprint_of,
     id_of,
+    name_of,
     scope_of,
 )
-from fastapi_dedup.messaging.sessions import check_factory, factory_of, opened, parameters_of
+from fastapi_dedup.messaging.sessions import (
+    SessionUnavailableError,
+    check_factory,
+    factory_of,
+    opened,
+    parameters_of,
+)
 from fastapi_dedup.policy import Endpoint
 from fastapi_dedup.refusals import error_of
 
@@ -51,7 +59,7 @@ if TYPE_CHECKING:
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.runtime import Dedup
 
-__all__ = ["MessageHandler", "Result", "check", "handle"]
+__all__ = ["MessageHandler", "Result", "check", "handle", "run"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -112,6 +120,10 @@ async def handle(
     except (DuplicateError, ClaimInFlightError):
         if delivery.refusal is None:  # it is the handler's own
             raise
+    except SessionUnavailableError as error:
+        for intent in filter(None, intents):
+            delivery.unavailable(intent, error)
+        raise
     match delivery.refusal:
         case None:
             return Result.HANDLED
@@ -200,12 +212,19 @@ class MessageHandler:
         self._dedup = dedup
         self._explicit = tuple(policies)
         self._function = function
-        self._endpoint = (
-            endpoint or f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
-        )
+        self._endpoint = endpoint or name_of(function)
         self._session_name, self._session_kind, self._claim_name = parameters_of(function)
-        self._warned = False
+        self._warned: list[str] = []
         update_wrapper(self, function)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> MessageHandler:
+        """Return the handler of an instance, where the function is a method: the instance fills in `self`."""
+        bind = getattr(self._function, "__get__", None)
+        if bind is None:
+            return self
+        bound = copy(self)
+        bound._function = bind(instance, owner)  # noqa: SLF001 - it is our own
+        return bound
 
     @cached_property
     def _policies(self) -> tuple[Policy, ...]:
@@ -236,7 +255,7 @@ class MessageHandler:
             if self._claim_name:
                 kwargs[self._claim_name] = claim
             self._warn_if_unused()
-            await _run(self._function, envelope.received, *args, **kwargs)
+            await run(self._function, envelope.received, *args, **kwargs)
 
         return await handle(
             self._dedup,
@@ -267,7 +286,7 @@ class MessageHandler:
             and not self._warned
             and all(policy.session is None for policy in self._policies)
         ):
-            self._warned = True
+            self._warned.append(self._endpoint)
             logger.warning(
                 "the handler %s has a claim in a transaction that it never uses, so a crash between the two "
                 "commits doubles or loses work. Give it a parameter annotated as AsyncSession, or name its "
@@ -297,7 +316,8 @@ def check(policies: Sequence[Policy], dedup: Dedup | None = None) -> None:
         raise ConfigurationError(msg)
 
 
-async def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+async def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a handler's function, a synchronous one in a worker thread, and return what it returns."""
     call = partial(function, *args, **kwargs)
     # A thread cannot be cancelled: its session must not be closed while it works.
     value = call() if inspect.iscoroutinefunction(function) else await uncancelled(to_thread.run_sync(call))

@@ -24,13 +24,15 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from fastapi_dedup.claims import positive
+from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.identities import DEDUPLICATION_HEADER, NATS_MESSAGE_ID, nats_headers_for
-from fastapi_dedup.messaging.acknowledge import Answer, Judge, OnError, Verdict, telling
+from fastapi_dedup.messaging.acknowledge import Answer, Judge, OnError, Verdict, telling, unanswerable
 from fastapi_dedup.messaging.envelope import Envelope, with_stamp
 from fastapi_dedup.messaging.extras import driver
 
 with driver("nats", extra="nats"):
     from nats.aio.msg import Msg
+    from nats.js.api import AckPolicy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -55,8 +57,9 @@ def consumer(
     """Wrap a handler into a callback that claims, runs, commits and then acknowledges.
 
     The handler is called with nats-py's message, and with the session and the claim if it has parameters
-    annotated as `AsyncSession` and `Claim`. It must not acknowledge: that is done after COMMIT. Subscribe
-    with `manual_ack=True`.
+    annotated as `AsyncSession` and `Claim`. It cannot acknowledge: that is done after COMMIT. Subscribe
+    with `manual_ack=True`. The consumer's `ack_policy` must be explicit, as it is by default: others are
+    refused at their first message, with a `ConfigurationError`.
 
     A message that is to come again is put off by the server (`nak` with a delay), and every such delivery
     counts for the consumer's `max_deliver`.
@@ -83,6 +86,7 @@ def consumer(
 
     def decorate(function: Callable[..., Any]) -> Callable[[Msg], Awaitable[None]]:
         judge = Judge(dedup.handler(*policies, endpoint=endpoint)(function), on_error=on_error, pause=pause)
+        known: set[tuple[str, str]] = set()
 
         @wraps(function)
         async def on_message(message: Msg) -> None:
@@ -95,13 +99,51 @@ def consumer(
                 message,
             )
             async with _heartbeats(envelope, every):
-                verdict = await judge(envelope)
+                if (origin.stream, origin.consumer) not in known:
+                    await _check(message, every)
+                    known.add((origin.stream, origin.consumer))
+                with unanswerable(message, "ack", "ack_sync", "nak", "term"):
+                    verdict = await judge(envelope)
             with telling(envelope):
                 await _tell(envelope, verdict, dead_letter)
 
         return on_message
 
     return decorate
+
+
+async def _check(message: Msg, heartbeat: float) -> None:
+    """Refuse a consumer whose messages are settled without us, or along with later ones.
+
+    One that delivers again before the first heartbeat is warned of.
+
+    Raises:
+        ConfigurationError: Its `ack_policy` is not explicit.
+    """
+    origin = message.metadata
+    stream = message._client.jetstream(domain=origin.domain)  # noqa: SLF001 - nothing public knows it
+    try:
+        config = (await stream.consumer_info(origin.stream, origin.consumer)).config
+    except Exception as error:  # noqa: BLE001 - it may not be allowed to ask, and need not be
+        logger.debug("could not ask how %s/%s acknowledges: %r", origin.stream, origin.consumer, error)
+        return
+    if config.ack_policy != AckPolicy.EXPLICIT:  # it comes as text
+        msg = (
+            f"{origin.stream}/{origin.consumer} does not acknowledge each message by itself (its ack_policy "
+            f"is {config.ack_policy}), so one whose work fails, or is in flight elsewhere, would be lost: "
+            "make the consumer with ack_policy=AckPolicy.EXPLICIT, which is the default"
+        )
+        logger.error("a message was not handled: %s", msg)
+        raise ConfigurationError(msg)
+    if config.ack_wait is not None and config.ack_wait <= heartbeat:
+        logger.warning(
+            "%s/%s delivers again what it hears nothing of for %s seconds, and a handler's first heartbeat "
+            "comes after %s: give consumer(...) a heartbeat= of a third of ack_wait",
+            origin.stream,
+            origin.consumer,
+            config.ack_wait,
+            heartbeat,
+        )
 
 
 @asynccontextmanager
@@ -133,10 +175,11 @@ async def _dead_lettered(envelope: Envelope, reason: str, subject: str | None) -
     """Publish a dead message where it can be found, and tell whether it may be terminated."""
     if subject is None:
         return True
+    given = envelope.message.headers or {}
     # What steers JetStream is for the original's publication. Its own message id would even make the
     # dead-letter stream drop the copy; this one makes it drop what a crash before `term` publishes again.
     headers = {
-        **{name: value for name, value in envelope.headers.items() if not name.lower().startswith("nats-")},
+        **{name: value for name, value in given.items() if not name.lower().startswith("nats-")},
         NATS_MESSAGE_ID: f"dead-letter|{envelope.destination}|{envelope.delivery_id}",
         "dead-letter-reason": reason,
         "dead-letter-subject": envelope.message.subject,

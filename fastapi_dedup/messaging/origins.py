@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fastapi_dedup.messaging.envelope import name_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -40,7 +42,7 @@ def endpoint_of(subscriber: Any, message: Any, function: Callable[..., Any]) -> 
     if hasattr(subscriber, "list_sub"):  # a Redis list
         return str(subscriber.list_sub.name)
     address, group = _address_and_group(subscriber, message.raw_message)
-    return f"{address}/{group or _name(function)}"
+    return f"{address}/{group or name_of(inspect.unwrap(function))}"
 
 
 def _address_and_group(subscriber: Any, raw: Any) -> tuple[str, str | None]:
@@ -81,8 +83,3 @@ def delivery_id_of(message: Any) -> str | None:
 def _value(attribute: Any) -> Any:
     """Return what a message of Kafka's says: aiokafka has attributes where confluent-kafka has methods."""
     return attribute() if callable(attribute) else attribute
-
-
-def _name(function: Callable[..., Any]) -> str:
-    function = inspect.unwrap(function)
-    return f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"

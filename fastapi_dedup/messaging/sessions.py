@@ -7,6 +7,7 @@ import re
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
+    AsyncExitStack,
     asynccontextmanager,
     contextmanager,
 )
@@ -15,41 +16,63 @@ from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, get_args, get_orig
 
 from fastapi_dedup.claims import Claim
 from fastapi_dedup.declared import annotations_of
-from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.errors import ConfigurationError, StoreUnavailableError
 from fastapi_dedup.stores.borrowed import is_session
+from fastapi_dedup.stores.failures import of_the_database
 from fastapi_dedup.stores.threads import entered_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from fastapi_dedup.policy import Policy
 
-__all__ = ["check_factory", "factory_of", "opened", "parameters_of"]
+__all__ = ["SessionUnavailableError", "check_factory", "factory_of", "opened", "parameters_of"]
+
+
+class SessionUnavailableError(StoreUnavailableError):
+    """The handler's session could not be opened, so it was not run."""
 
 
 @asynccontextmanager
 async def opened(
     policies: Sequence[Policy], given: Any, opens: Callable[[], Any] | None
 ) -> AsyncIterator[Any]:
-    """Yield the handler's own session: given, or made by the policies' `session=`; None where it has none."""
+    """Yield the handler's own session: given, or made by the policies' `session=`; None where it has none.
+
+    Raises:
+        SessionUnavailableError: The database did not let it be opened.
+    """
     sources = {factory_of(policy.session) for policy in policies if policy.session is not None}
     make = sources.pop() if sources else opens
     if given is not None or make is None:
         yield given
         return
-    made = make()
-    if inspect.isasyncgen(made):
-        made = asynccontextmanager(lambda: made)()
-    elif inspect.isgenerator(made):
-        made = contextmanager(lambda: made)()
-    if isinstance(made, AbstractAsyncContextManager):
-        async with made as session:
-            yield session
-    elif isinstance(made, AbstractContextManager):
-        async with entered_in_thread(made) as session:
-            yield session
-    else:
-        yield await made if inspect.isawaitable(made) else made
+    async with AsyncExitStack() as stack:
+        with _opening():
+            made = make()
+            if inspect.isasyncgen(made):
+                made = asynccontextmanager(lambda: made)()
+            elif inspect.isgenerator(made):
+                made = contextmanager(lambda: made)()
+            if isinstance(made, AbstractAsyncContextManager):
+                session = await stack.enter_async_context(made)
+            elif isinstance(made, AbstractContextManager):
+                session = await stack.enter_async_context(entered_in_thread(made))
+            else:
+                session = await made if inspect.isawaitable(made) else made
+        yield session
+
+
+@contextmanager
+def _opening() -> Iterator[None]:
+    """Tell a database that is down from a handler that fails: what raised here is not its work."""
+    try:
+        yield
+    except Exception as error:
+        if not of_the_database(error):
+            raise
+        msg = f"the handler's session could not be opened ({type(error).__name__})"
+        raise SessionUnavailableError(msg) from error
 
 
 def factory_of(session: Any) -> Callable[[], Any]:

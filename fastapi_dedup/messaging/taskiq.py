@@ -32,8 +32,6 @@ from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_type_hints
 
-from anyio import to_thread
-
 from fastapi_dedup.claims import positive
 from fastapi_dedup.errors import (
     ConfigurationError,
@@ -45,7 +43,7 @@ from fastapi_dedup.errors import (
 from fastapi_dedup.identities import DEDUPLICATION_HEADER, headers_for
 from fastapi_dedup.messaging.envelope import Envelope, with_stamp
 from fastapi_dedup.messaging.extras import driver
-from fastapi_dedup.messaging.handler import Result
+from fastapi_dedup.messaging.handler import Result, run
 
 with driver("taskiq", extra="taskiq"):
     from taskiq import Context, NoResultError, TaskiqDepends, TaskiqMessage, TaskiqMiddleware
@@ -95,10 +93,10 @@ def deduplicated(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         @wraps(function)
-        async def run(_: TaskiqMessage, work: _Work, *args: Any, **kwargs: Any) -> None:
+        async def do(_: TaskiqMessage, work: _Work, *args: Any, **kwargs: Any) -> None:
             await work.do(function, *args, **kwargs)
 
-        handler = dedup.handler(*policies)(run)
+        handler = dedup.handler(*policies)(do)
         signature = inspect.signature(function, eval_str=True)
 
         @wraps(function)
@@ -155,10 +153,7 @@ class _Work:
     async def do(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Run the function."""
         try:
-            if inspect.iscoroutinefunction(function):
-                self.returned = await function(*args, **kwargs)
-            else:
-                self.returned = await to_thread.run_sync(lambda: function(*args, **kwargs))
+            self.returned = await run(function, *args, **kwargs)
         except Exception as error:
             self.error = error
             raise

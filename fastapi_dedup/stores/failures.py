@@ -10,7 +10,7 @@ from sqlalchemy import exc
 from fastapi_dedup.errors import ConfigurationError, DedupError, StoreUnavailableError
 from fastapi_dedup.stores.codes import Kind, kind, sqlstate
 
-__all__ = ["ABORTED", "store_errors"]
+__all__ = ["ABORTED", "of_the_database", "store_errors"]
 
 ABORTED = "25P02"
 """The SQLSTATE of a statement in a transaction in which another has failed."""
@@ -43,9 +43,7 @@ def store_errors() -> Iterator[None]:
         msg = f"a name is too long for the database: {error}"
         raise ConfigurationError(msg) from error
     except Exception as error:
-        ours = isinstance(error, exc.SQLAlchemyError | OSError)
-        # SQLAlchemy 2.0 does not wrap what drivers raise while they connect.
-        if not ours and type(error).__module__.partition(".")[0] not in _DRIVERS:
+        if not of_the_database(error):
             raise
         msg = f"the database did not answer ({type(error).__name__})"
         raise StoreUnavailableError(msg) from error
@@ -54,3 +52,10 @@ def store_errors() -> Iterator[None]:
 def _name_of(error: exc.DBAPIError) -> str:
     """Return what a driver calls its error; SQLAlchemy has asyncpg's as the cause of one of its own."""
     return type(getattr(error.orig, "__cause__", None) or error.orig).__name__
+
+
+def of_the_database(error: Exception) -> bool:
+    """Tell whether it is the database, or the way to it, that an error comes from."""
+    # SQLAlchemy 2.0 does not wrap what drivers raise while they connect.
+    by_driver = type(error).__module__.partition(".")[0] in _DRIVERS
+    return by_driver or isinstance(error, exc.SQLAlchemyError | OSError)

@@ -50,9 +50,10 @@ def test_the_next_night_is_another_job() -> None:
     assert id_of(next_run(NIGHT + timedelta(seconds=1))) == "nightly-rebuild|2026-12-01T03:00:00+00:00"
 
 
-def test_a_job_without_a_time_is_none() -> None:
+@pytest.mark.parametrize("due", [None, "2026-11-30T03:00:00"], ids=["no time", "no zone"])
+def test_a_job_without_a_time_that_all_agents_agree_on_is_none(due: str | None) -> None:
     with pytest.raises(ValidationError):
-        Job.model_validate({"name": "nightly-rebuild", "due": None})
+        Job.model_validate({"name": "nightly-rebuild", "due": due})
 
 
 @dataclass

@@ -451,7 +451,7 @@ async def test_so_are_the_runtimes_own_window_and_a_deliverys(
     dedup = Dedup(world.engine, window=timedelta(seconds=29), guard=world.guard)
     dedup.prepare(Deduplicated())
     dedup.prepare(Deduplicated("delivery", keep_after_handling=timedelta(seconds=28)))
-    dedup.prepare(Deduplicated("delivery", window=timedelta(seconds=27)))
+    dedup.prepare(Deduplicated("delivery"))
     assert [record.args for record in caplog.records] == [
         (timedelta(seconds=29), WINDOW),
         (timedelta(seconds=28), WINDOW),

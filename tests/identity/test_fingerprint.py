@@ -185,6 +185,11 @@ def test_a_message_has_the_fingerprint_of_the_request_with_its_body(value: Any) 
         assert of_message(value) == sent
 
 
+def test_a_member_that_was_not_sent_is_no_member() -> None:
+    unsent = Struct(sku=msgspec.UNSET)
+    assert of_message(unsent) == of_message(msgspec.json.encode(unsent)) != of_message(Struct(sku="UNSET"))
+
+
 def test_a_message_that_is_no_json_is_compared_by_its_bytes() -> None:
     assert of_message(b"tea") == of_message("tea") == of_message(memoryview(b"tea")) != of_message(b"Tea")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +44,34 @@ class Shop:
         await add(session, body_of(message).decode().strip('"'))
         if self._mishaps:
             await self._mishaps.pop(0)()
+
+
+class Thread:
+    """The work of a synchronous handler, which takes until the test says so."""
+
+    def __init__(self) -> None:
+        self._entered, self._go_on, self._ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work(self) -> None:
+        """Work, in the handler's thread."""
+        self._entered.set()
+        self._go_on.wait(10)
+        self._ended.set()
+
+    async def released_too_early(self, world: World, consumer: asyncio.Task[Any]) -> bool:
+        """Cancel the consumer while the thread works, and tell whether that gave the id back meanwhile."""
+        assert await asyncio.to_thread(self._entered.wait, 10)
+        consumer.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await until_heard(world, EventKind.RELEASED)
+        too_early = heard(world, EventKind.RELEASED) > 0
+        self._go_on.set()
+        with suppress(asyncio.CancelledError):
+            await consumer
+        assert self._ended.is_set()
+        await until_heard(world, EventKind.RELEASED)
+        return too_early
 
 
 async def fail() -> None:

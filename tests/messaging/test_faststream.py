@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from datetime import timedelta
 from typing import Annotated, Any, Literal
@@ -19,6 +20,8 @@ from faststream.rabbit import (
     TestRabbitBroker,
 )
 from faststream.redis import RedisBroker, StreamSub, TestRedisBroker
+from nats.js.api import AckPolicy as JetStreamAckPolicy
+from nats.js.api import ConsumerConfig
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -31,7 +34,7 @@ from fastapi_dedup.messaging.faststream import (
     deduplicated,
 )
 from tests.http.world import World, session_of
-from tests.messaging.shop import PAUSE, fail, heard
+from tests.messaging.shop import PAUSE, Thread, fail, heard
 from tests.messaging.streams import KINDS, Kind, Order, Stream, add, stream_of
 
 BY_SKU = Deduplicated(source="body", member="sku")
@@ -121,6 +124,30 @@ async def test_a_message_that_its_handler_gives_back_itself_runs_again(
             await stream.publish(TEA, deduplication_id="1")
     assert stream.answers == ["NACKED", "ACKED", "ACKED"]
     assert await world.orders() == ["tea"]
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+async def test_a_message_that_its_handler_rejects_itself_was_not_handled(
+    rabbitmq_in_memory: Stream, world: World, requeue: bool
+) -> None:
+    # It comes again, or a person sends its dead letter anew: to call that a duplicate would lose the work.
+    stream = rabbitmq_in_memory
+    rejects = [True]
+
+    @stream.subscriber()
+    @deduplicated(BY_SKU)
+    async def on_order(
+        order: Order, message: Annotated[Any, Context("message")], session: MessageSession
+    ) -> None:
+        await add(order, session)
+        if rejects and rejects.pop():
+            await message.reject(requeue=requeue)
+
+    async with stream.running():
+        for _ in range(3):
+            await stream.publish(TEA)
+    assert stream.answers == ["REJECTED", "ACKED", "ACKED"]
+    assert (await world.orders(), heard(world, EventKind.RELEASED)) == (["tea"], 1)
 
 
 @pytest.mark.parametrize("headers", [{}, {"deduplication_id": " "}, {"deduplication_id": "9" * 256}])
@@ -508,6 +535,22 @@ async def test_a_synchronous_handler_gets_them_too(rabbitmq_in_memory: Stream) -
     assert seen == ["tea tea"]
 
 
+async def test_a_handler_in_a_thread_is_waited_for_when_its_consumer_is_cancelled(
+    rabbitmq_in_memory: Stream, world: World
+) -> None:
+    # case B3: a thread cannot be cancelled, and its id must not be given to another while it works
+    stream, thread = rabbitmq_in_memory, Thread()
+
+    @stream.subscriber()
+    @deduplicated(BY_SKU)
+    def on_order(order: Order, claim: MessageClaim) -> None:  # noqa: ARG001 - asked for
+        thread.work()
+
+    async with stream.running():
+        consumer = asyncio.create_task(stream.publish(TEA))
+        assert not await thread.released_too_early(world, consumer)
+
+
 async def test_the_claim_rides_the_app_s_own_session(rabbitmq_in_memory: Stream, world: World) -> None:
     stream = rabbitmq_in_memory
     policy = Deduplicated(source="body", member="sku", session=session_of(world))
@@ -593,6 +636,18 @@ async def test_a_subscriber_that_does_not_acknowledge_after_the_commit_is_stoppe
         with pytest.raises(ConfigurationError, match="does not acknowledge after COMMIT"):
             await stream.publish(TEA)
     assert [record.levelno for record in caplog.records if "stopped" in record.message] == [logging.ERROR]
+    assert await world.orders() == []
+
+
+@pytest.mark.parametrize("ack_policy", [JetStreamAckPolicy.ALL, JetStreamAckPolicy.NONE])
+async def test_a_consumer_of_jetstream_s_that_does_not_acknowledge_each_message_by_itself_is_stopped(
+    world: World, ack_policy: JetStreamAckPolicy
+) -> None:
+    stream = stream_of(KINDS["jetstream"], world, BY_SKU)
+    stream.subscriber(config=ConsumerConfig(ack_policy=ack_policy))(add)
+    async with stream.running():
+        with pytest.raises(ConfigurationError, match=f"its ack_policy is {ack_policy.value}"):
+            await stream.publish(TEA)
     assert await world.orders() == []
 
 

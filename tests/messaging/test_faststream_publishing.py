@@ -149,4 +149,16 @@ async def test_the_messages_of_a_batch_share_their_headers_so_none_is_stamped(
         await broker.publish_batch(*bodies, topic="orders")
         await broker.publish_batch(Placed(sku="alone"), topic="orders")
     assert arrived == [None, None, "alone"]
-    assert ("batch for orders" in caplog.text) == told
+    assert ("batch for orders is published without ids" in caplog.text) == told
+
+
+@pytest.mark.parametrize(("logical_id", "told"), [("1", True), ("", False)])
+async def test_a_batch_under_one_id_is_warned_of_for_all_but_one_would_be_duplicates(
+    logical_id: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = KafkaBroker(middlewares=[StampingMiddleware(Identities())])
+    async with TestKafkaBroker(broker):
+        headers = {"Deduplication-Id": logical_id}
+        await broker.publish_batch(Placed(sku="tea"), Placed(sku="cocoa"), topic="orders", headers=headers)
+    assert ("under one id" in caplog.text) == told
+    assert "without ids" not in caplog.text

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Optional
 import pytest
 from fastapi import Depends
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker
 
 from fastapi_dedup import (
     Claim,
@@ -164,6 +164,44 @@ async def test_while_the_store_is_down_nothing_runs_and_nothing_is_called_a_dupl
     assert [await shop.handle(TEA), await shop.handle({"sku": "cocoa"})] == [DUPLICATE, HANDLED]
 
 
+@pytest.mark.parametrize("kind", ["by annotation", "a context manager", "a generator", "a coroutine"])
+async def test_a_session_that_cannot_be_opened_is_a_store_that_is_down_and_no_failure_of_the_handler(
+    proxied: World, database_proxy: Proxy, kind: str
+) -> None:
+    # With on_error="reject" an outage would dead-letter what was never tried.
+    engine, runs = proxied.dedup.engine, []
+
+    async def generator() -> AsyncIterator[AsyncConnection]:
+        async with engine.begin() as connection:
+            yield connection
+
+    async def coroutine() -> AsyncConnection:
+        return await engine.connect()
+
+    sources = {"a context manager": engine.begin, "a generator": generator, "a coroutine": coroutine}
+
+    @proxied.dedup.handler(Deduplicated("body", "sku", scope="orders", session=sources.get(kind)))
+    async def on_order(message: dict[str, str], connection: AsyncConnection) -> None:  # noqa: ARG001 - asked for
+        runs.append(message)
+
+    database_proxy.go_down()
+    with pytest.raises(StoreUnavailableError, match="session could not be opened") as caught:
+        await on_order(TEA)
+    assert caught.value.__cause__ is not None
+    assert (runs, heard(proxied, EventKind.UNAVAILABLE)) == ([], 1)
+
+
+async def test_what_a_session_s_own_code_raises_is_no_outage(world: World) -> None:
+    async def generator() -> AsyncIterator[AsyncSession]:
+        msg = "no tenant"
+        raise LookupError(msg)
+        yield
+
+    handler = world.dedup.handler(Deduplicated("body", "sku", session=generator))(with_suffix)
+    with pytest.raises(LookupError, match="no tenant"):
+        await handler(TEA)
+
+
 async def test_a_duplicate_that_the_handler_itself_meets_is_its_own_error(world: World) -> None:
     @world.dedup.handler(BY_SKU)
     async def on_order(message: dict[str, str], session: AsyncSession) -> None:
@@ -263,6 +301,49 @@ async def test_a_handler_is_whatever_can_be_called(world: World, function: Any, 
     handler = dedup.handler(BY_SKU, endpoint="orders")(function)
     assert [await handler(TEA), await handler(TEA)] == [HANDLED, DUPLICATE]
     assert await world.orders() == [ordered]
+
+
+async def with_suffix(message: dict[str, str], session: AsyncSession, suffix: str = "") -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (with_suffix, "with_suffix"),
+        (partial(partial(with_suffix, suffix="pot")), "with_suffix"),
+        (Callable(), "Callable"),
+        (partial(Callable()), "Callable"),
+        (Callable().__call__, "Callable.__call__"),
+    ],
+    ids=["a function", "partials", "an object", "an object's partial", "a method"],
+)
+async def test_the_default_scope_is_the_same_in_every_process_whatever_is_called(
+    world: World, function: Any, name: str
+) -> None:
+    # The repr of partials and objects holds an address: a scope of that name knows nothing after a restart.
+    await world.dedup.handler(Deduplicated("body", "sku"))(function)(TEA)
+    assert await world.scopes() == [f"message {__name__}.{name}"]
+
+
+async def test_a_handler_may_be_a_method_that_is_decorated_in_its_class(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Consumer:
+        def __init__(self, suffix: str) -> None:
+            self.suffix = suffix
+
+        @world.dedup.handler(BY_SKU)
+        async def on_order(self, message: dict[str, str], session: AsyncSession) -> None:
+            await add(session, message["sku"] + self.suffix)
+
+        @world.dedup.handler(Deduplicated("body", "sku", scope="pings"))
+        async def on_ping(self, message: dict[str, str]) -> None: ...
+
+    consumer = Consumer("pot")
+    assert [await consumer.on_order(TEA), await Consumer("cup").on_order(TEA)] == [HANDLED, DUPLICATE]
+    assert [await consumer.on_ping(order) for order in (TEA, {"sku": "cocoa"})] == [HANDLED, HANDLED]
+    assert await world.orders() == ["teapot"]
+    assert caplog.text.count("never uses") == 1  # and not as often as it is bound
 
 
 async def test_a_session_that_the_caller_gives_is_the_one_that_is_ridden(world: World) -> None:

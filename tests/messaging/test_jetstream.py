@@ -9,10 +9,10 @@ from typing import Any
 import nats.errors
 import pytest
 from nats.aio.msg import Msg
-from nats.js.api import ConsumerConfig
+from nats.js.api import AckPolicy, ConsumerConfig
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from fastapi_dedup import Claim, Deduplicated, InvalidLogicalIdError
+from fastapi_dedup import Claim, ConfigurationError, Deduplicated, InvalidLogicalIdError
 from fastapi_dedup.hooks import EventKind
 from fastapi_dedup.messaging.nats import consumer, stamped
 from tests.http.world import World
@@ -69,6 +69,38 @@ async def test_a_message_that_comes_again_while_it_is_being_handled_is_never_set
     await until_heard(world, EventKind.COMMITTED)
     assert await jetstream.drained(topic)
     assert (shop.runs, await world.orders(), await jetstream.dead(topic)) == (2 if fails else 1, ["tea"], [])
+
+
+@pytest.mark.parametrize("ack_policy", [AckPolicy.ALL, AckPolicy.NONE])
+async def test_a_consumer_that_does_not_acknowledge_each_message_by_itself_is_refused(
+    jetstream: JetStream, world: World, ack_policy: AckPolicy, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Else the acknowledgement of a later message, or none at all, would settle one whose work may still fail.
+    topic, shop = await jetstream.topic(), Shop()
+    stream = await jetstream.stream()
+    await stream.add_consumer(topic.name, ConsumerConfig(durable_name="all", ack_policy=ack_policy))
+    on_order = consumer(world.dedup, BY_HEADER)(shop.order)
+    await jetstream.publish(topic, "tea", deduplication_id="1")
+    subscription = await stream.pull_subscribe_bind(durable="all", stream=topic.name)
+    (message,) = await subscription.fetch(1)
+    with pytest.raises(ConfigurationError, match=f"its ack_policy is {ack_policy.value}"):
+        await on_order(message)
+    assert (shop.runs, message.is_acked, await world.ids()) == (0, False, [])
+    assert f"{topic.name}/all does not acknowledge each message by itself" in caplog.text
+
+
+@pytest.mark.parametrize(("ack_wait", "warns"), [(9, True), (11, False)])
+async def test_a_heartbeat_that_comes_too_late_is_warned_of_once(
+    jetstream: JetStream, world: World, ack_wait: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    jetstream.ack_wait = ack_wait
+    topic = await jetstream.topic()
+    await jetstream.consume(topic.endpoint, world.dedup, BY_HEADER, function=Shop().order)
+    for number in ("1", "2"):
+        await jetstream.publish(topic, "tea", deduplication_id=number)
+        await until_heard(world, EventKind.COMMITTED, int(number))
+    warned = [record.message for record in caplog.records if "heartbeat" in record.message]
+    assert [topic.endpoint in message for message in warned] == [True] * warns
 
 
 async def test_a_handler_may_take_longer_than_the_servers_patience(

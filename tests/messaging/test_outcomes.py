@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from fastapi_dedup import Deduplicated
 from fastapi_dedup.hooks import EventKind
 from fastapi_dedup.policy import Endpoint
-from tests.http.world import World
+from tests.http.world import World, add
 from tests.live import until
 from tests.messaging.brokers import SOON, Broker
 from tests.messaging.proxy import Proxy
@@ -171,6 +173,29 @@ async def test_a_message_whose_handler_raised_comes_again_and_runs(
     assert [record.exc_info is not None for record in caplog.records if "failed" in record.message] == [
         True
     ] * 2
+
+
+BY_HAND = {"rabbitmq": ["ack", "nack", "reject"], "jetstream": ["ack", "ack_sync", "nak", "term"]}
+
+
+async def test_a_handler_cannot_answer_its_broker_itself(
+    kind: str, broker: Broker, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Before the COMMIT, "done" may lose the message, and "again" would let its copy be called a duplicate.
+    by_hand = [*BY_HAND[kind]]
+    topic = await broker.topic()
+
+    async def on_order(message: Any, session: AsyncSession) -> None:
+        await add(session, "tea")
+        if by_hand:
+            await getattr(message, by_hand.pop())()
+
+    await broker.consume(topic.endpoint, world.dedup, BY_HEADER, function=on_order, pause=PAUSE)
+    await broker.publish(topic, "tea", deduplication_id="1")
+    await until_heard(world, EventKind.COMMITTED)
+    assert await broker.drained(topic)
+    assert (await world.orders(), await broker.dead(topic)) == (["tea"], [])
+    assert heard(world, EventKind.RELEASED) == caplog.text.count("does not acknowledge") == len(BY_HAND[kind])
 
 
 async def test_a_message_whose_handler_raised_is_dead_at_once_if_the_consumer_says_so(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any
 
+import msgspec
 import pytest
 
 from fastapi_dedup import (
@@ -48,7 +49,7 @@ class Message:
     """A broker library's message."""
 
     body: Any = b""
-    headers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    headers: Any = dataclasses.field(default_factory=dict)
 
 
 # The header
@@ -68,6 +69,32 @@ async def test_another_header_or_several_can_be_named(world: World) -> None:
     for order in ("1", "1", "2"):
         await handler.deliver(Envelope(b"", {"Tenant": "t", "order": order}))
     assert (handler.runs, await world.ids()) == (2, ["t|1", "t|2"])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {b"Deduplication-Id": b"1"},
+        {"traceparent": b"\xff", 7: None, "deduplication-id": "1"},
+        [("other", b"2"), ("Deduplication-Id", b"1"), ("deduplication-id", "1")],
+        (),
+    ],
+    ids=["bytes", "beside others", "pairs", "none"],
+)
+@pytest.mark.parametrize("enveloped", [True, False])
+async def test_headers_are_whatever_the_library_has(world: World, headers: Any, enveloped: bool) -> None:
+    # Kafka's libraries have pairs, and redis-py has bytes: to see no id in them would dead-letter everything.
+    handler = Handler(world, Deduplicated(required=False))
+    message = Message(headers=headers)
+    sent = Envelope(b"", headers, message=message) if enveloped else message
+    again = DUPLICATE if headers else HANDLED
+    assert [await handler.deliver(sent), await handler.deliver(sent)] == [HANDLED, again]
+
+
+async def test_a_header_that_is_repeated_with_another_value_is_no_legal_id(world: World) -> None:
+    handler = Handler(world, Deduplicated())
+    with pytest.raises(InvalidLogicalIdError, match="repeated with different values"):
+        await handler.deliver(Message(headers=[("deduplication-id", b"1"), ("Deduplication-Id", b"2")]))
 
 
 @pytest.mark.parametrize("headers", [{}, None, "text", ["deduplication-id", "1"]])
@@ -146,6 +173,17 @@ async def test_anything_follows_the_publisher_s_rules_too(world: World) -> None:
     assert await world.ids() == ["cocoa", "tea"]
 
 
+@pytest.mark.parametrize(
+    "body", [{"sku": [1]}, b'{"sku": [1]}', '{"sku": "\\ud800"}'], ids=["dict", "bytes", "text"]
+)
+async def test_an_illegal_id_of_the_message_s_own_is_not_taken_for_none(world: World, body: object) -> None:
+    world.dedup.identities.by_member_named("sku")
+    handler = Handler(world, Deduplicated("anything", required=False))
+    with pytest.raises(InvalidLogicalIdError, match="sku"):
+        await handler.deliver(Envelope(body))
+    assert handler.runs == 0
+
+
 # wolverine.md row 13
 async def test_deriving_never_enforces_what_the_policy_does_not_ask_for(world: World) -> None:
     handler = Handler(world, Deduplicated(required=False))
@@ -180,7 +218,7 @@ async def test_the_delivery_is_what_the_broker_calls_it(world: World) -> None:
 
 
 # case C1
-@pytest.mark.parametrize("nothing", [None, "", " ", "\t "], ids=repr)
+@pytest.mark.parametrize("nothing", [None, "", " ", "\t ", msgspec.UNSET], ids=repr)
 @pytest.mark.parametrize("source", ["header", "body", "callable", "delivery"])
 async def test_a_required_id_that_is_missing_is_refused_and_an_optional_one_costs_no_query(
     world: World, source: str, nothing: Any

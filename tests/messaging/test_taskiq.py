@@ -34,7 +34,7 @@ from fastapi_dedup.messaging.taskiq import OUTCOME_LABEL, StampingMiddleware, de
 from fastapi_dedup.policy import Policy
 from tests.http.world import World, add, session_of
 from tests.live import until
-from tests.messaging.shop import PAUSE, fail, heard, until_heard
+from tests.messaging.shop import PAUSE, Thread, fail, heard, until_heard
 
 BY_SKU = Deduplicated(source="body", member="sku")
 
@@ -287,6 +287,20 @@ async def test_a_synchronous_task_runs_beside_the_loop(world: World) -> None:
     kicked: Any = await order.kiq("tea")
     result = await kicked.wait_result(check_interval=0.01, timeout=30)
     assert (result.return_value, seen) == ("ordered tea", ["tea"])
+
+
+async def test_a_task_in_a_thread_is_waited_for_when_its_worker_is_stopped(world: World) -> None:
+    # case B3: a thread cannot be cancelled, and its id must not be given to another while it works
+    broker, thread = InMemoryBroker(), Thread()
+
+    @broker.task
+    @deduplicated(world.dedup, BY_SKU)
+    def order(sku: str, claim: Claim) -> None:  # noqa: ARG001 - asked for
+        thread.work()
+
+    await order.kiq("tea")
+    (worker,) = broker._running_tasks
+    assert not await thread.released_too_early(world, worker)
 
 
 async def test_a_task_that_never_uses_the_claim_s_transaction_is_warned_of(

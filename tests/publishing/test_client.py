@@ -262,6 +262,18 @@ async def test_a_redirected_request_keeps_its_key(
     assert distinct(shop.keys) == 1
 
 
+@pytest.mark.parametrize("status", [301, 302, 303])
+@pytest.mark.parametrize("mine", [False, True], ids=["stamped", "the caller's own"])
+async def test_a_redirect_that_makes_a_get_of_it_takes_no_key_along_but_the_caller_s_own(
+    status: int, mine: bool, connect: Connect, shop: Shop, url: str
+) -> None:
+    headers = {"Idempotency-Key": "mine"} if mine else {}
+    await connect(client={"follow_redirects": True}).post(f"{url}/moved/{status}", headers=headers)
+
+    assert [method for method, _, _ in shop.seen] == ["POST", "GET"]
+    assert [len(keys) for _, _, keys in shop.seen] == [1, 1 if mine else 0]
+
+
 async def test_an_answered_challenge_keeps_the_key(connect: Connect, shop: Shop, url: str) -> None:
     await connect().post(f"{url}/guarded", auth=httpx.DigestAuth("anna", "secret"))
 
