@@ -98,6 +98,15 @@ class Flights:
             return Mismatch()
         return InFlight()
 
+    def ahead(self, intent: Intent) -> InFlight | Mismatch | None:
+        """Return what a neighbour means to who waits for it; None where the store is to be asked.
+
+        The connection of a claim that rides may be the pool's last, so who waits asks for none meanwhile.
+        A lease costs no connection, and may be lost to another process.
+        """
+        waits = intent.lease is None and self.landing(intent) is not None
+        return self.seen_from(intent) if waits else None
+
     def landing(self, intent: Intent) -> asyncio.Event | None:
         """Return what is set when a neighbour lands that holds the id; None where no neighbour does."""
         flight = self._flights.get(intent.key)
@@ -143,13 +152,19 @@ class Place:
             place._heard |= self.told  # noqa: SLF001 - a place of the same line
             place._stirred.set()  # noqa: SLF001
 
-    async def turn(self, *, at_most: float) -> None:
-        """Wait until it is worth looking for the outcome, but no longer than so many seconds."""
-        with suppress(TimeoutError):
+    async def turn(self, *, at_most: float) -> bool:
+        """Wait until it is worth looking for the outcome; False where so many seconds pass before it is.
+
+        Then nobody looks: those who came together would all ask at once.
+        """
+        try:
             async with asyncio.timeout(at_most):
                 while not await self._has_come():
                     await self._stirred.wait()
                     self._stirred.clear()
+        except TimeoutError:
+            return False
+        return True
 
     async def _has_come(self) -> bool:
         heard, self._heard = self._heard, False
