@@ -29,7 +29,7 @@ from fastapi_dedup.refusals import error_of
 from fastapi_dedup.stores.backing import backing_of
 from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE
 from fastapi_dedup.stores.leases_only import no_riding
-from fastapi_dedup.stores.memory import Memories, MemoryTransaction, window_of
+from fastapi_dedup.stores.memory import Memories, MemoryTransaction, in_front, window_of
 from fastapi_dedup.tables import DEFAULT_TABLE
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Dedup(Blocks):
         self._store = self._backing.store
         self._leased = LeasedStore(self._backing.leases)
         self._hooks = tuple(hooks)
-        self._guard = guard
+        self._guard = in_front(guard)
         self._memories = Memories(memory)
         self._required: list[tuple[Callable[[Endpoint], bool], Policy]] = []
         self.identities = Identities()
@@ -404,6 +404,7 @@ class Dedup(Blocks):
             The claim.
 
         Raises:
+            ConfigurationError: An option, or a combination of them, cannot be kept.
             DuplicateError: The work is done.
             ClaimInFlightError: The work is under way.
             FingerprintMismatchError: The id was claimed for another payload.
@@ -413,16 +414,14 @@ class Dedup(Blocks):
             ClaimLostError: The lease ran out, and another delivery has taken the id: nothing is committed.
         """
         legal_id = required(logical_id, field="logical_id")
-        if window is not None:
-            positive("window", window)
-        wait = positive("wait_timeout", wait_timeout) if in_flight == "wait" else None
+        waits: Any = {"in_flight": in_flight, "wait_timeout": wait_timeout}
+        policy = Policy(window=window, lease=lease, on_abandoned=on_abandoned, **waits)
         intent = self.intent(legal_id, scope=scope, window=window, fingerprint=fingerprint)
         delivery = self.delivery()
         transaction = delivery.own if session is None else self.borrow(session)
-        policy = Policy(lease=lease, on_abandoned=on_abandoned)
         intent, place, store = self.place(policy, intent, transaction, delivery)
         async with settled(delivery):
-            outcome = await delivery.claim(intent, place, wait=wait, store=store)
+            outcome = await delivery.claim(intent, place, wait=policy.patience, store=store)
             if not isinstance(outcome, Claim):
                 raise error_of(intent, outcome)
             yield outcome

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fastapi_dedup.beside import BesideTransaction
 from fastapi_dedup.claims import Claimed, Fate, Receipt
 from fastapi_dedup.errors import ConfigurationError
-from fastapi_dedup.guard import Seen
+from fastapi_dedup.guard import GenerationalGuard, Seen
 from fastapi_dedup.refusals import SEEN
 from fastapi_dedup.stores.startup import has_siblings
 
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.claims import Intent, Outcome
     from fastapi_dedup.core import Delivery
-    from fastapi_dedup.guard import GenerationalGuard
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.store import Enclosing, Transaction
 
-__all__ = ["Memories", "MemoryStore", "MemoryTransaction", "window_of"]
+__all__ = ["Memories", "MemoryStore", "MemoryTransaction", "in_front", "window_of"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -133,9 +132,14 @@ class Memories:
 
     Args:
         make: Makes a guard.
+
+    Raises:
+        ConfigurationError: It cannot be called.
     """
 
     def __init__(self, make: Callable[[], GenerationalGuard]) -> None:
+        if not callable(make):
+            raise _no_maker(make)
         self._make = make
         self._stores: dict[Policy, MemoryStore] = {}
         self._inert: set[timedelta] = set()
@@ -144,11 +148,14 @@ class Memories:
         """Return a policy's store; equal policies have the same.
 
         Raises:
-            ConfigurationError: The policy's window is longer than the guard keeps anything.
+            ConfigurationError: The policy's window is longer than the guard keeps anything, or what was
+                made is no guard.
         """
         if (store := self._stores.get(policy)) is not None:
             return store
         guard, asked = self._make(), window_of(policy)
+        if not isinstance(guard, GenerationalGuard):
+            raise _no_maker(guard)
         if asked is not None and asked > guard.window:
             option = "keep_after_handling" if policy.source == "delivery" else "window"
             msg = (
@@ -180,6 +187,23 @@ class Memories:
                 window,
                 front.window,
             )
+
+
+def _no_maker(given: object) -> ConfigurationError:
+    msg = f"memory= takes a callable that makes a GenerationalGuard for each policy, and this is {given!r}"
+    return ConfigurationError(msg)
+
+
+def in_front(guard: GenerationalGuard | None) -> GenerationalGuard | None:
+    """Return the guard in front of the database, or refuse what is none.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if guard is not None and not isinstance(guard, GenerationalGuard):
+        msg = f"guard= takes a GenerationalGuard(...), not {guard!r}"
+        raise ConfigurationError(msg)
+    return guard
 
 
 def window_of(policy: Policy) -> timedelta | None:

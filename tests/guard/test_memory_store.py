@@ -455,6 +455,19 @@ async def test_and_where_a_handler_is_decorated(memory: Memory, policy: Deduplic
         await memory.dedup.handler()(on_order)(Envelope({}, {KEY: "1"}))
 
 
+@pytest.mark.parametrize("guard", [GenerationalGuard, True, 300])
+def test_what_is_no_guard_is_refused_as_the_one_in_front(guard: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"guard= takes a GenerationalGuard\(\.\.\.\), not "):
+        Dedup(NOWHERE, guard=guard)
+
+
+@pytest.mark.parametrize("made", [GenerationalGuard(), None, 5, dict])
+def test_what_makes_no_guards_is_refused_as_memory(made: Any) -> None:
+    # One guard would be shared by policies whose windows differ, and a flood under one would evict all.
+    with pytest.raises(ConfigurationError, match="memory= takes a callable that makes a GenerationalGuard"):
+        Dedup(NOWHERE, memory=made).prepare(Deduplicated(store="memory"))
+
+
 async def test_the_default_guard_keeps_what_the_default_options_ask() -> None:
     dedup = Dedup(NOWHERE)
     assert dedup._memories.of(Deduplicated("delivery", store="memory"))._guard.window == timedelta(minutes=5)

@@ -146,9 +146,7 @@ async def test_a_handler_of_messages_needs_no_database(
 
 
 async def test_ids_of_deliveries_are_kept_after_the_handling(dedup: Dedup) -> None:
-    @dedup.handler(
-        Deduplicated("delivery", lease=LEASE, keep_after_handling=timedelta(seconds=0.2), scope="orders")
-    )
+    @dedup.handler(Deduplicated("delivery", lease=LEASE, keep_after_handling=timedelta(seconds=0.2)))
     async def on_order(message: Any) -> None: ...
 
     letter = Envelope({}, {}, delivery_id="7", destination="orders")
