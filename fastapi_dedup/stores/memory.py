@@ -32,6 +32,9 @@ __all__ = ["Memories", "MemoryStore", "MemoryTransaction", "in_front", "window_o
 
 logger = logging.getLogger("fastapi_dedup")
 
+_ANY = ("POST",)
+"""Instead of a policy's methods: which requests it is for makes no difference to what is remembered."""
+
 
 class MemoryTransaction(BesideTransaction):
     """What a claim in memory waits for: the success of its delivery, and then every COMMIT of its work.
@@ -145,14 +148,20 @@ class Memories:
         self._inert: set[timedelta] = set()
 
     def of(self, policy: Policy) -> MemoryStore:
-        """Return a policy's store; equal policies have the same.
+        """Return a policy's store; policies that are equal, but for the methods they apply to, have the same.
+
+        So the middleware's own, which it varies by the methods that a route leaves to it, has one memory.
 
         Raises:
             ConfigurationError: The policy's window is longer than the guard keeps anything, or what was
                 made is no guard.
         """
-        if (store := self._stores.get(policy)) is not None:
-            return store
+        if (store := self._stores.get(policy)) is None:
+            whole = replace(policy, methods=_ANY)
+            store = self._stores[policy] = self._stores.get(whole) or self._made(whole)
+        return store
+
+    def _made(self, policy: Policy) -> MemoryStore:
         guard, asked = self._make(), window_of(policy)
         if not isinstance(guard, GenerationalGuard):
             raise _no_maker(guard)
@@ -174,12 +183,12 @@ class Memories:
 
     def forget(self, intent: Intent) -> bool:
         """Let an id run again under every policy, and tell whether it was remembered."""
-        remembered = [store.forget(intent) for store in self._stores.values()]
+        remembered = [store.forget(intent) for store in {*self._stores.values()}]
         return any(remembered)
 
     def warn_if_inert(self, front: GenerationalGuard, window: timedelta) -> None:
         """Warn, once, of a window that the guard in front of the database can do nothing for."""
-        if window < front.window / 2 and window not in self._inert:
+        if window <= front.window / 2 and window not in self._inert:
             self._inert.add(window)
             logger.warning(
                 "the guard remembers no id of a policy whose window is %s, for it might outlive the claim: "

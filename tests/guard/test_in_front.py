@@ -456,7 +456,7 @@ async def test_a_claim_after_the_window_is_remembered_like_the_first(world: Guar
 
 
 @pytest.mark.parametrize(
-    ("seconds", "warns"), [(1, True), (29.999, True), (30, False), (60, False), (None, False)]
+    ("seconds", "warns"), [(1, True), (30, True), (30.001, False), (60, False), (None, False)]
 )
 async def test_a_window_that_the_guard_can_do_nothing_for_is_warned_of_at_start_up_once(
     world: Guarded, seconds: float | None, warns: bool, caplog: pytest.LogCaptureFixture

@@ -326,6 +326,24 @@ async def test_a_flood_under_one_policy_evicts_no_id_of_another(door: str, memor
     assert [guard.snapshot().tracked <= 4 for guard in memory.guards] == [True, True]
 
 
+async def test_the_middlewares_own_policy_has_one_memory_whatever_a_route_leaves_to_it(
+    memory: Memory,
+) -> None:
+    app = FastAPI()
+    policy = Deduplicated(scope=SCOPE, store="memory", methods=("POST", "PATCH"))
+    app.add_middleware(DedupMiddleware, dedup=memory.dedup, policy=policy)
+    app.post("/orders")(lambda: None)
+    app.patch("/orders")(lambda: None)
+    app.api_route("/returns", methods=["POST", "PATCH"])(lambda: None)
+    async with client(app) as speaking:
+        answers = [
+            await speaking.request(method, path, headers={KEY: "1"})
+            for path in ("/orders", "/returns")
+            for method in ("POST", "PATCH")
+        ]
+    assert [answer.status_code for answer in answers] == [200, 409, 409, 409]
+
+
 async def test_two_runtimes_do_not_share_a_guard() -> None:
     for memory in (Memory(), Memory()):
         async with behind("message", memory) as shop:
