@@ -63,6 +63,7 @@ class Delivery:
     Attributes:
         own: The transaction that is ours.
         refusal: Why an id was refused; then no other id of this delivery may stay claimed.
+        failed: Whether the delivery has failed or was refused.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Delivery:
         self._flights = flights
         self._hooks = hooks
         self._held: dict[bytes, Held] = {}
-        self._failed = False
+        self.failed = False
         self._succeeding = False
         self.refusal: Refusal | None = None
 
@@ -109,7 +110,7 @@ class Delivery:
             return held.claim
         store = self._store if store is None else store
         try:
-            outcome = await self._take(intent, transaction, store)
+            outcome = await self._take(intent, transaction, store, waits=wait is not None)
             if wait is not None and isinstance(outcome, InFlight) and not outcome.abandoned:
                 outcome = await self._wait(intent, transaction, store, wait)
         except StoreUnavailableError as error:
@@ -121,9 +122,12 @@ class Delivery:
         self._refuse(intent, outcome, store.refusals_logged_at)
         return outcome
 
-    async def _take(self, intent: Intent, transaction: Transaction, store: Store[Any]) -> Outcome:
+    async def _take(
+        self, intent: Intent, transaction: Transaction, store: Store[Any], *, waits: bool = False
+    ) -> Outcome:
         if self._guard is None or not store.durable:
-            return await self._ask(intent, transaction, store, None)
+            ahead = self._flights.ahead(intent) if waits and store.durable else None
+            return ahead or await self._ask(intent, transaction, store, None)
         with self._guard.attempt(intent.key, fingerprint=intent.fingerprint) as attempt:
             if attempt.seen is Seen.IN_FLIGHT:
                 return self._flights.seen_from(intent)
@@ -170,8 +174,9 @@ class Delivery:
                         scope_text(intent.scope),
                     )
                     break
-                await place.turn(at_most=left)
-                outcome = await self._take(intent, transaction, store)
+                if not await place.turn(at_most=left):
+                    break
+                outcome = await self._take(intent, transaction, store, waits=True)
                 place.told = not isinstance(outcome, InFlight) or outcome.abandoned
                 if place.told:
                     break
@@ -258,7 +263,7 @@ class Delivery:
 
     async def fail(self) -> None:
         """Undo: roll back what is ours, and give the ids back. Never raises, so that nothing is masked."""
-        self._failed = True
+        self.failed = True
         for held in self._held.values():
             held.transaction.forget()
         await uncancelled(self._undo())
@@ -274,8 +279,8 @@ class Delivery:
                 held.transaction.forget()
         for transaction in self._transactions:
             await transaction.leave()
-        if self._failed or not self._succeeding:  # who never responded has failed
-            self._failed = True
+        if self.failed or not self._succeeding:  # who never responded has failed
+            self.failed = True
             await uncancelled(self._undo())
             for held in self._held.values():
                 self._give_back_when_idle(held)
@@ -300,20 +305,15 @@ class Delivery:
     def lost(self) -> bool:
         """Whether a claim is gone, though nobody has said that the delivery failed."""
         gone = {Fate.ROLLED_BACK, Fate.CLOSED}
-        return not self._failed and any(
+        return not self.failed and any(
             held.fate in gone and not held.given_back for held in self._held.values()
         )
-
-    @property
-    def failed(self) -> bool:
-        """Whether the delivery has failed or was refused."""
-        return self._failed
 
     @property
     def unsettled(self) -> bool:
         """Whether a borrowed transaction still has a claim's fate in its hands."""
         return any(
-            held.fate is Fate.OPEN or (self._failed and held.fate is Fate.COMMITTED and held.to_give_back)
+            held.fate is Fate.OPEN or (self.failed and held.fate is Fate.COMMITTED and held.to_give_back)
             for held in self._held.values()
         )
 

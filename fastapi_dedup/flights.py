@@ -6,6 +6,7 @@ import asyncio
 import random
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakValueDictionary
 
 from fastapi_dedup.claims import InFlight, Mismatch
 
@@ -18,7 +19,7 @@ __all__ = ["Flight", "Flights", "Place"]
 
 
 class Flight:
-    """One id on its way.
+    """One id on its way. Who makes it holds on to it: a flight lives no longer than its owner.
 
     Attributes:
         intent: What is being done.
@@ -26,19 +27,26 @@ class Flight:
         landed: Set when the outcome is known.
     """
 
-    __slots__ = ("held", "intent", "landed")
+    __slots__ = ("__weakref__", "_loop", "held", "intent", "landed")
 
     def __init__(self, intent: Intent) -> None:
+        self._loop = asyncio.get_running_loop()
         self.intent = intent
         self.held = False
         self.landed = asyncio.Event()
+
+    def __del__(self) -> None:
+        # Lost with its transaction, of whose end nobody has told. The collector comes by in any thread.
+        if not self.landed.is_set():
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(self.landed.set)
 
 
 class Flights:
     """All flights of one runtime. Best effort across processes, exact within one."""
 
     def __init__(self) -> None:
-        self._flights: dict[bytes, Flight] = {}
+        self._flights: WeakValueDictionary[bytes, Flight] = WeakValueDictionary()
         self._lines: dict[bytes, list[Place]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._meanwhile: set[asyncio.Task[None]] = set()
@@ -90,10 +98,19 @@ class Flights:
             return Mismatch()
         return InFlight()
 
-    def held(self, intent: Intent) -> Flight | None:
-        """Return the flight of a neighbour that holds the id."""
+    def ahead(self, intent: Intent) -> InFlight | Mismatch | None:
+        """Return what a neighbour means to who waits for it; None where the store is to be asked.
+
+        The connection of a claim that rides may be the pool's last, so who waits asks for none meanwhile.
+        A lease costs no connection, and may be lost to another process.
+        """
+        waits = intent.lease is None and self.landing(intent) is not None
+        return self.seen_from(intent) if waits else None
+
+    def landing(self, intent: Intent) -> asyncio.Event | None:
+        """Return what is set when a neighbour lands that holds the id; None where no neighbour does."""
         flight = self._flights.get(intent.key)
-        return flight if flight is not None and flight.held else None
+        return flight.landed if flight is not None and flight.held else None
 
     def line(self, intent: Intent) -> Place:
         """Return a place in the line of those who wait for an id here: enter it, and leave it."""
@@ -135,22 +152,28 @@ class Place:
             place._heard |= self.told  # noqa: SLF001 - a place of the same line
             place._stirred.set()  # noqa: SLF001
 
-    async def turn(self, *, at_most: float) -> None:
-        """Wait until it is worth looking for the outcome, but no longer than so many seconds."""
-        with suppress(TimeoutError):
+    async def turn(self, *, at_most: float) -> bool:
+        """Wait until it is worth looking for the outcome; False where so many seconds pass before it is.
+
+        Then nobody looks: those who came together would all ask at once.
+        """
+        try:
             async with asyncio.timeout(at_most):
                 while not await self._has_come():
                     await self._stirred.wait()
                     self._stirred.clear()
+        except TimeoutError:
+            return False
+        return True
 
     async def _has_come(self) -> bool:
         heard, self._heard = self._heard, False
-        flight = self._flights.held(self._intent)
-        if heard and flight is None:  # else the one who was first is at it now
+        landing = self._flights.landing(self._intent)  # and not the flight, which its owner may lose
+        if heard and landing is None:  # else the one who was first is at it now
             return True
         first = self._lines[self._intent.key][0] is self
         if first:
-            await (self._sleep() if flight is None else flight.landed.wait())
+            await (self._sleep() if landing is None else landing.wait())
         return first
 
     async def _sleep(self) -> None:

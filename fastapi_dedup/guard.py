@@ -106,8 +106,11 @@ class GenerationalGuard:
         if type(max_tracked) is not int or max_tracked < 2:  # noqa: PLR2004 - one for each generation
             msg = f"the guard's max_tracked must be an int of at least 2, not {max_tracked!r}: try 100_000"
             raise ConfigurationError(msg)
-        if identity not in {"id", "id_and_destination"}:
+        if identity not in ("id", "id_and_destination"):
             msg = f"the guard's identity must be 'id' or 'id_and_destination', not {identity!r}"
+            raise ConfigurationError(msg)
+        if not callable(clock) or not (on_event is None or callable(on_event)):
+            msg = f"the guard's clock and on_event must be callables, not {clock!r} and {on_event!r}"
             raise ConfigurationError(msg)
         self.window = window
         self._max_tracked = max_tracked
@@ -154,8 +157,7 @@ class GenerationalGuard:
                 return True
         finally:
             lock.release()
-        seen, _ = self._begin(key, None)
-        return seen is _NEW
+        return self._begin(key, None)[0] is _NEW
 
     def complete(self, logical_id: str | bytes, destination: str | None = None) -> None:
         """Remember that an id's work is done. Call it once that cannot be undone: after COMMIT.
@@ -285,10 +287,8 @@ class GenerationalGuard:
         with self._lock:
             now = self._tidy()
             if key in self._in_flight:
-                owner = self._in_flight[key]
-                if mark is None or owner is mark:
-                    del self._in_flight[key]
-                    self._land(key, owner, not_beyond)
+                if mark is None or self._in_flight[key] is mark:
+                    self._land(key, self._in_flight.pop(key), not_beyond)
             elif mark is None:  # never begun, or untracked
                 if self._has_room(now):
                     self._room -= 1

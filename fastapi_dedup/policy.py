@@ -123,8 +123,8 @@ class Policy:
         set_ = object.__setattr__
         set_(self, "member", _members(self.source, self.member))
         set_(self, "scope", _scope(self.scope))
-        if isinstance(self.methods, str):
-            msg = f"methods must be a list of method names, not the string {self.methods!r}"
+        if isinstance(self.methods, str) or not isinstance(self.methods, Iterable):
+            msg = f"methods must be a list of method names, not {self.methods!r}"
             raise ConfigurationError(msg)
         set_(self, "methods", frozenset(map(_method, self.methods)))
         _validate(self)
@@ -245,18 +245,21 @@ def _validate(policy: Policy) -> None:
     positive("wait_timeout", policy.wait_timeout)
     _check_switches(policy)
     positive("keep_after_handling", policy.keep_after_handling)
-    _check_delivery(policy)
-    if policy.store not in {"durable", "memory"}:
+    if policy.store not in ("durable", "memory"):
         msg = f"store must be 'durable' or 'memory', not {policy.store!r}"
+        raise ConfigurationError(msg)
+    if policy.identity not in ("id", "id_and_destination"):
+        msg = f"identity must be 'id' or 'id_and_destination', not {policy.identity!r}"
         raise ConfigurationError(msg)
     status = policy.duplicate_status
     if isinstance(status, bool) or not isinstance(status, int) or not 200 <= status <= 599:  # noqa: PLR2004
         msg = f"duplicate_status must be a final HTTP status from 200 to 599, not {status!r}"
         raise ConfigurationError(msg)
-    if policy.in_flight not in {"reject", "wait"}:
+    if policy.in_flight not in ("reject", "wait"):
         msg = f"in_flight must be 'reject' or 'wait', not {policy.in_flight!r}"
         raise ConfigurationError(msg)
     _check_lease(policy)
+    _check_delivery(policy)
     _refuse_what_is_not_here_yet(policy)
     if not callable(policy.failed):
         msg = f"failed must be a callable that takes a status, not {policy.failed!r}"
@@ -266,26 +269,8 @@ def _validate(policy: Policy) -> None:
         raise ConfigurationError(msg)
 
 
-def _check_delivery(policy: Policy) -> None:
-    """Refuse what would silently mean nothing: the broker's own ids have options of their own."""
-    if policy.identity not in {"id", "id_and_destination"}:
-        msg = f"identity must be 'id' or 'id_and_destination', not {policy.identity!r}"
-        raise ConfigurationError(msg)
-    if policy.source == "delivery":
-        unheeded = {"window": "keep_after_handling", "scope": "identity"}
-        given = [option for option in unheeded if getattr(policy, option) is not None]
-        if given:
-            msg = f"source='delivery' has {unheeded[given[0]]}= instead of {given[0]}=: leave {given[0]} out"
-            raise ConfigurationError(msg)
-        return
-    for option in ("keep_after_handling", "identity"):
-        if getattr(policy, option) != getattr(Policy, option):
-            msg = f"{option} is about source='delivery', and this policy's is {policy.source!r}: leave it out"
-            raise ConfigurationError(msg)
-
-
 def _check_lease(policy: Policy) -> None:
-    if policy.on_abandoned not in {"retry", "block"}:
+    if policy.on_abandoned not in ("retry", "block"):
         msg = f"on_abandoned must be 'retry' or 'block', not {policy.on_abandoned!r}"
         raise ConfigurationError(msg)
     if policy.lease is None:
@@ -297,6 +282,24 @@ def _check_lease(policy: Policy) -> None:
     if policy.store == "memory":
         msg = "store='memory' has no leases: nothing in it outlives the process. Leave lease or store out"
         raise ConfigurationError(msg)
+
+
+def _check_delivery(policy: Policy) -> None:
+    """Refuse options that would do nothing: a delivery's id has a window and a scope of its own."""
+    defaults = {each.name: each.default for each in fields(policy)}
+    if policy.source == "delivery":
+        mistaken = {
+            "window": "source='delivery' counts from the work's end: give keep_after_handling, not window",
+            "scope": "source='delivery' has a scope of its own, which identity= chooses: leave scope out",
+        }
+    else:
+        mistaken = {
+            "keep_after_handling": "keep_after_handling is about source='delivery': give window= instead",
+            "identity": "identity is about source='delivery': give scope= instead",
+        }
+    for name, msg in mistaken.items():
+        if getattr(policy, name) != defaults[name]:
+            raise ConfigurationError(msg)
 
 
 def _refuse_what_is_not_here_yet(policy: Policy) -> None:

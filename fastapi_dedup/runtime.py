@@ -27,7 +27,7 @@ from fastapi_dedup.reaper import Reaper
 from fastapi_dedup.stores.backing import backing_of
 from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE
 from fastapi_dedup.stores.leases_only import no_riding
-from fastapi_dedup.stores.memory import Memories, MemoryTransaction, window_of
+from fastapi_dedup.stores.memory import Memories, MemoryTransaction, in_front, window_of
 from fastapi_dedup.tables import DEFAULT_TABLE
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Dedup(Blocks):
         self._store = self._backing.store
         self._leased = LeasedStore(self._backing.leases)
         self._hooks = tuple(hooks)
-        self._guard = guard
+        self._guard = in_front(guard)
         self._memories = Memories(memory)
         self._required: list[tuple[Callable[[Endpoint], bool], Policy]] = []
         self.identities = Identities()

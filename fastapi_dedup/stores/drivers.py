@@ -275,6 +275,7 @@ class DriverTransaction(RidingTransaction):
         self._driver = driver
         self._given = given
         self._number: int | None = None
+        self._only_read = False
         self._awaited: list[_Awaited] = []
         self._over = False
         self._left = False
@@ -348,6 +349,7 @@ class DriverTransaction(RidingTransaction):
                 await self._confirm(awaited, awaited.claim)
         if self._number is None:  # for those who ask for no claim of theirs in it
             self._number = await self._run(_number)
+            self._only_read = self._number is None
 
     async def _do(self, work: Callable[[Connection], None]) -> None:
         try:
@@ -411,7 +413,7 @@ class DriverTransaction(RidingTransaction):
         for awaited in list(self._awaited):
             claim = awaited.claim
             keys = claim.keys() if claim is not None else ()
-            stands = await self._home.stands(
+            stands = (claim is None and self._only_read) or await self._home.stands(
                 self._number, None if claim is None or not keys else (next(iter(keys)), claim.token)
             )
             if stands or (undone and stands is False):

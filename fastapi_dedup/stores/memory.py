@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fastapi_dedup.beside import BesideTransaction
 from fastapi_dedup.claims import Claimed, Fate, Receipt
 from fastapi_dedup.errors import ConfigurationError
-from fastapi_dedup.guard import Seen
+from fastapi_dedup.guard import GenerationalGuard, Seen
 from fastapi_dedup.refusals import SEEN
 from fastapi_dedup.stores.startup import has_siblings
 
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.claims import Intent, Outcome
     from fastapi_dedup.core import Delivery
-    from fastapi_dedup.guard import GenerationalGuard
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.store import Enclosing, Transaction
 
-__all__ = ["Memories", "MemoryStore", "MemoryTransaction", "window_of"]
+__all__ = ["Memories", "MemoryStore", "MemoryTransaction", "in_front", "window_of"]
 
 logger = logging.getLogger("fastapi_dedup")
+
+_ANY = ("POST",)
+"""Instead of a policy's methods: which requests it is for makes no difference to what is remembered."""
 
 
 class MemoryTransaction(BesideTransaction):
@@ -133,22 +135,36 @@ class Memories:
 
     Args:
         make: Makes a guard.
+
+    Raises:
+        ConfigurationError: It cannot be called.
     """
 
     def __init__(self, make: Callable[[], GenerationalGuard]) -> None:
+        if not callable(make):
+            raise _no_maker(make)
         self._make = make
         self._stores: dict[Policy, MemoryStore] = {}
         self._inert: set[timedelta] = set()
 
     def of(self, policy: Policy) -> MemoryStore:
-        """Return a policy's store; equal policies have the same.
+        """Return a policy's store; policies that are equal, but for the methods they apply to, have the same.
+
+        So the middleware's own, which it varies by the methods that a route leaves to it, has one memory.
 
         Raises:
-            ConfigurationError: The policy's window is longer than the guard keeps anything.
+            ConfigurationError: The policy's window is longer than the guard keeps anything, or what was
+                made is no guard.
         """
-        if (store := self._stores.get(policy)) is not None:
-            return store
+        if (store := self._stores.get(policy)) is None:
+            whole = replace(policy, methods=_ANY)
+            store = self._stores[policy] = self._stores.get(whole) or self._made(whole)
+        return store
+
+    def _made(self, policy: Policy) -> MemoryStore:
         guard, asked = self._make(), window_of(policy)
+        if not isinstance(guard, GenerationalGuard):
+            raise _no_maker(guard)
         if asked is not None and asked > guard.window:
             option = "keep_after_handling" if policy.source == "delivery" else "window"
             msg = (
@@ -167,12 +183,12 @@ class Memories:
 
     def forget(self, intent: Intent) -> bool:
         """Let an id run again under every policy, and tell whether it was remembered."""
-        remembered = [store.forget(intent) for store in self._stores.values()]
+        remembered = [store.forget(intent) for store in {*self._stores.values()}]
         return any(remembered)
 
     def warn_if_inert(self, front: GenerationalGuard, window: timedelta) -> None:
         """Warn, once, of a window that the guard in front of the database can do nothing for."""
-        if window < front.window / 2 and window not in self._inert:
+        if window <= front.window / 2 and window not in self._inert:
             self._inert.add(window)
             logger.warning(
                 "the guard remembers no id of a policy whose window is %s, for it might outlive the claim: "
@@ -180,6 +196,23 @@ class Memories:
                 window,
                 front.window,
             )
+
+
+def _no_maker(given: object) -> ConfigurationError:
+    msg = f"memory= takes a callable that makes a GenerationalGuard for each policy, and this is {given!r}"
+    return ConfigurationError(msg)
+
+
+def in_front(guard: GenerationalGuard | None) -> GenerationalGuard | None:
+    """Return the guard in front of the database, or refuse what is none.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if guard is not None and not isinstance(guard, GenerationalGuard):
+        msg = f"guard= takes a GenerationalGuard(...), not {guard!r}"
+        raise ConfigurationError(msg)
+    return guard
 
 
 def window_of(policy: Policy) -> timedelta | None:

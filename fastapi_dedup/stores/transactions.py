@@ -130,6 +130,8 @@ class SessionTransaction(RidingTransaction):
         """Give the connection back; False where that would cost the app something."""
         # A rollback expires every object that the session has loaded, so only an unused one may end.
         session = self._sync()
+        if self._carried is not None:  # another claim of the same delivery, which would be lost
+            return False
         if self._alone is None:  # answered from memory, so nothing in the session is ours
             return not session.in_transaction()
         if not self._alone or session.identity_map:

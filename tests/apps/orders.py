@@ -99,11 +99,11 @@ class Shop:
         self.dedup = Dedup(bind, create_table=True, hooks=[self._hear], leases=leases)
         self.engine = self.dedup.engine
         self.sessions = async_sessionmaker(self.engine, expire_on_commit=False)
-        self.checkins = 0
-        event.listen(self.engine.sync_engine, "checkin", self._checked_in)
 
-    def _checked_in(self, *_: object) -> None:
-        self.checkins += 1
+    @property
+    def waiting(self) -> int:
+        """How many deliveries wait for an outcome; those who wait for a neighbour have asked nothing."""
+        return sum(map(len, self.dedup._flights._lines.values()))
 
     def _hear(self, heard: Event) -> None:
         if heard.kind is EventKind.COMMITTED and heard.logical_id in self.doomed:
@@ -298,7 +298,7 @@ def _add_reading(app: FastAPI, shop: Shop) -> None:
 
     @app.get("/pool")
     async def pool() -> dict[str, int]:
-        return {"checked_out": checked_out(shop.engine), "checkins": shop.checkins}
+        return {"checked_out": checked_out(shop.engine), "waiting": shop.waiting}
 
 
 def checked_out(engine: AsyncEngine) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -11,7 +12,7 @@ from fastapi_dedup.flights import Flight, Flights
 from tests.core.doubles import intent
 
 
-def test_one_of_two_neighbours_departs() -> None:
+async def test_one_of_two_neighbours_departs() -> None:
     flights = Flights()
     first = flights.depart(intent())
     assert first is not None
@@ -21,7 +22,7 @@ def test_one_of_two_neighbours_departs() -> None:
     assert flights.depart(intent()) is not None
 
 
-def test_landing_twice_or_not_at_all_is_harmless() -> None:
+async def test_landing_twice_or_not_at_all_is_harmless() -> None:
     flights = Flights()
     flights.land(None)
     first = flights.depart(intent())
@@ -32,7 +33,7 @@ def test_landing_twice_or_not_at_all_is_harmless() -> None:
     flights.land(second)
 
 
-def test_who_overtakes_keeps_the_id_when_the_overtaken_lands() -> None:
+async def test_who_overtakes_keeps_the_id_when_the_overtaken_lands() -> None:
     flights = Flights()
     overtaken = flights.depart(intent())
     overtaker = flights.overtake(intent())
@@ -42,15 +43,25 @@ def test_who_overtakes_keeps_the_id_when_the_overtaken_lands() -> None:
     assert flights.depart(intent()) is not None
 
 
-def test_nothing_is_remembered_of_what_has_landed() -> None:
+async def test_nothing_is_remembered_of_what_has_landed() -> None:
     # case G6
     flights = Flights()
     for number in range(10_000):
         flights.land(flights.depart(intent(str(number))))
-    assert flights._flights == {}
+    assert not flights._flights
 
 
-def test_a_neighbour_is_a_mismatch_only_when_it_holds_the_id_for_another_payload() -> None:
+async def test_a_flight_lives_no_longer_than_its_owner() -> None:
+    flights = Flights()
+    flight: Flight | None = held(flights)
+    assert flights.depart(intent()) is None
+    flight = None  # noqa: F841 - the owner's transaction is lost, and nobody has told of its end
+    gc.collect()
+    assert not flights._flights
+    assert flights.depart(intent()) is not None
+
+
+async def test_a_neighbour_is_a_mismatch_only_when_it_holds_the_id_for_another_payload() -> None:
     flights = Flights()
     assert flights.seen_from(intent(fingerprint=b"2")) == InFlight()
     flight = flights.depart(intent(fingerprint=b"1"))
@@ -217,13 +228,31 @@ async def test_who_leaves_from_within_the_line_changes_nothing_for_the_others() 
     assert line.looks == [0, 2]
 
 
+@pytest.mark.parametrize("where", ["here", "in a thread"])
+async def test_who_waits_for_an_owner_that_is_lost_looks(where: str) -> None:
+    flights = Flights()
+    owner = [held(flights)]
+    line = Line(flights, 1)
+    await settle()
+    assert line.looks == []
+    if where == "here":
+        owner.clear()
+    else:
+        await asyncio.to_thread(owner.clear)
+    gc.collect()
+    await line.looked(1)
+    await line.answer("an outcome")
+    await asyncio.gather(*line.tasks)
+
+
 async def test_a_wait_ends_at_the_latest_when_it_was_told_to() -> None:
     flights = Flights()
-    held(flights)
+    flight = held(flights)
     line = Line(flights, 2, at_most=0.02)
     await line.looked(2)
     await line.answer("time is up", "time is up")
     await asyncio.gather(*line.tasks)
+    flights.land(flight)
     assert flights._lines == {}
 
 

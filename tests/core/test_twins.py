@@ -74,8 +74,6 @@ async def test_who_waits_runs_when_the_first_has_failed(sees_in_flight: bool) ->
     scene = Scene(sees_in_flight)
     first = scene.delivery()
     await first.claim(intent(), first.own)
-    if sees_in_flight:
-        scene.store.answers = [UNDER_WAY]
     waiter = asyncio.create_task(waiting(scene))
     await scene.waits.wait()
     await asyncio.sleep(0.05)
@@ -90,7 +88,7 @@ async def test_who_waits_is_a_duplicate_when_the_first_has_succeeded(sees_in_fli
     scene = Scene(sees_in_flight)
     first = scene.delivery()
     await first.claim(intent(), first.own)
-    scene.store.answers = [UNDER_WAY, DONE] if sees_in_flight else [DONE]
+    scene.store.answers = [DONE]
     waiter = asyncio.create_task(waiting(scene))
     await scene.waits.wait()
     await first.succeed()
@@ -101,10 +99,18 @@ async def test_who_waits_is_a_duplicate_when_the_first_has_succeeded(sees_in_fli
 async def test_who_waits_in_vain_is_told_that_the_first_is_still_in_flight(scene: Scene) -> None:
     first = scene.delivery()
     await first.claim(intent(), first.own)
-    scene.store.answers = [UNDER_WAY] * 99
     async with asyncio.timeout(2):
         assert await waiting(scene, 0.1) == InFlight()
     assert scene.told == ["claimed", "in_flight"]
+    assert scene.journal == ["claim news", "step aside"], "who waits for a neighbour asks nothing meanwhile"
+
+
+async def test_when_time_is_up_nobody_looks_once_more(scene: Scene) -> None:
+    scene.store.answers = [UNDER_WAY] * 99
+    async with asyncio.timeout(2):
+        assert await asyncio.gather(*[waiting(scene, 0.1) for _ in range(9)]) == [InFlight()] * 9
+    looks = scene.journal.count("claim news") - 9
+    assert looks <= 4, "those of the first in line, in pauses that grow"
 
 
 async def test_who_waits_for_another_process_looks_again_and_again(scene: Scene) -> None:

@@ -829,10 +829,17 @@ def test_a_ceiling_without_two_generations_is_refused_with_the_fix(max_tracked: 
         GenerationalGuard(max_tracked=max_tracked)
 
 
-def test_an_unknown_identity_is_refused_with_the_known_ones() -> None:
-    unknown: Any = "destination"
-    with pytest.raises(ConfigurationError, match="'id' or 'id_and_destination', not 'destination'"):
-        GenerationalGuard(identity=unknown)
+@pytest.mark.parametrize("identity", ["destination", None, []])
+def test_an_unknown_identity_is_refused_with_the_known_ones(identity: Any) -> None:
+    with pytest.raises(ConfigurationError, match="'id' or 'id_and_destination', not "):
+        GenerationalGuard(identity=identity)
+
+
+@pytest.mark.parametrize("option", ["clock", "on_event"])
+def test_what_the_guard_is_to_call_must_be_callable(option: str) -> None:
+    options: Any = {option: 5}
+    with pytest.raises(ConfigurationError, match="the guard's clock and on_event must be callables"):
+        GenerationalGuard(**options)
 
 
 @pytest.mark.parametrize("max_tracked", [2, 3])

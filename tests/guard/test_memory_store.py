@@ -326,6 +326,24 @@ async def test_a_flood_under_one_policy_evicts_no_id_of_another(door: str, memor
     assert [guard.snapshot().tracked <= 4 for guard in memory.guards] == [True, True]
 
 
+async def test_the_middlewares_own_policy_has_one_memory_whatever_a_route_leaves_to_it(
+    memory: Memory,
+) -> None:
+    app = FastAPI()
+    policy = Deduplicated(scope=SCOPE, store="memory", methods=("POST", "PATCH"))
+    app.add_middleware(DedupMiddleware, dedup=memory.dedup, policy=policy)
+    app.post("/orders")(lambda: None)
+    app.patch("/orders")(lambda: None)
+    app.api_route("/returns", methods=["POST", "PATCH"])(lambda: None)
+    async with client(app) as speaking:
+        answers = [
+            await speaking.request(method, path, headers={KEY: "1"})
+            for path in ("/orders", "/returns")
+            for method in ("POST", "PATCH")
+        ]
+    assert [answer.status_code for answer in answers] == [200, 409, 409, 409]
+
+
 async def test_two_runtimes_do_not_share_a_guard() -> None:
     for memory in (Memory(), Memory()):
         async with behind("message", memory) as shop:
@@ -453,6 +471,19 @@ async def test_and_where_a_handler_is_decorated(memory: Memory, policy: Deduplic
     memory.dedup.require(lambda endpoint: endpoint.kind == "message", policy)
     with pytest.raises(ConfigurationError, match=f"the policy's {option} is 1 day"):
         await memory.dedup.handler()(on_order)(Envelope({}, {KEY: "1"}))
+
+
+@pytest.mark.parametrize("guard", [GenerationalGuard, True, 300])
+def test_what_is_no_guard_is_refused_as_the_one_in_front(guard: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"guard= takes a GenerationalGuard\(\.\.\.\), not "):
+        Dedup(NOWHERE, guard=guard)
+
+
+@pytest.mark.parametrize("made", [GenerationalGuard(), None, 5, dict])
+def test_what_makes_no_guards_is_refused_as_memory(made: Any) -> None:
+    # One guard would be shared by policies whose windows differ, and a flood under one would evict all.
+    with pytest.raises(ConfigurationError, match="memory= takes a callable that makes a GenerationalGuard"):
+        Dedup(NOWHERE, memory=made).prepare(Deduplicated(store="memory"))
 
 
 async def test_the_default_guard_keeps_what_the_default_options_ask() -> None:

@@ -197,9 +197,9 @@ async def test_it_waits_for_a_leased_twin_without_a_connection(
     at_work, go, all_wait = asyncio.Event(), asyncio.Event(), asyncio.Barrier(21)
     turn = Place.turn
 
-    async def turn_of_all(place: Place, *, at_most: float) -> None:
+    async def turn_of_all(place: Place, *, at_most: float) -> bool:
         await all_wait.wait()
-        await turn(place, at_most=at_most)
+        return await turn(place, at_most=at_most)
 
     monkeypatch.setattr(Place, "turn", turn_of_all)
 

@@ -12,7 +12,7 @@ import pytest
 from fastapi import Depends
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from fastapi_dedup import ConfigurationError, Deduplicated, RequestSession
+from fastapi_dedup import ConfigurationError, Dedup, Deduplicated, RequestSession
 from fastapi_dedup.policy import failure_status
 
 
@@ -68,13 +68,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lease": timedelta(seconds=30), "store": "memory"}, "store='memory' has no leases"),
     ({"lease": timedelta(seconds=30), "on_abandoned": "ignore"}, "on_abandoned must be 'retry' or 'block'"),
     ({"on_abandoned": "block"}, "a riding one is never abandoned: give lease= too"),
-    ({"source": "delivery", "window": timedelta(hours=1)}, "has keep_after_handling= instead of window="),
-    ({"source": "delivery", "scope": "orders"}, "has identity= instead of scope="),
-    ({"keep_after_handling": timedelta(hours=1)}, "keep_after_handling is about source='delivery'"),
     ({"source": len, "identity": "id"}, "identity is about source='delivery'"),
     ({"replay": True}, "replay is not in this release"),
     ({"failed": 500}, "failed must be a callable that takes a status"),
-    ({"methods": "POST"}, "methods must be a list of method names, not the string 'POST'"),
+    ({"methods": "POST"}, "methods must be a list of method names, not 'POST'"),
     ({"methods": []}, "methods must not be empty"),
     ({"scope": ""}, "scope must not be blank"),
     ({"scope": "  "}, "scope must not be blank"),
@@ -86,6 +83,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"session": "get_session"}, "session must be a dependency"),
     ({"session": Annotated[AsyncSession, "no marker"]}, "session must be a dependency"),
     ({"failed": Unhashable()}, "every option of a policy must be hashable"),
+    ({"store": []}, r"store must be 'durable' or 'memory', not \[\]"),
+    ({"in_flight": []}, "in_flight must be"),
+    ({"on_abandoned": {}}, "on_abandoned must be"),
+    ({"identity": []}, "identity must be 'id' or 'id_and_destination'"),
+    ({"methods": None}, "methods must be a list of method names"),
+    ({"source": "delivery", "window": timedelta(hours=1)}, "give keep_after_handling, not window"),
+    ({"source": "delivery", "scope": "orders"}, "source='delivery' has a scope of its own"),
+    ({"keep_after_handling": timedelta(hours=1)}, "keep_after_handling is about source='delivery'.*window="),
+    ({"identity": "id"}, "identity is about source='delivery'.*scope="),
 ]
 
 
@@ -182,3 +188,24 @@ def test_a_policy_shows_its_options() -> None:
 def test_errors_and_repeated_requests_count_as_failures_and_all_else_as_done() -> None:
     failures = {status for status in range(200, 600) if failure_status(status)}
     assert failures == {307, 308, *range(400, 600)}
+
+
+# The primitive has some of the options, and judges them alike
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_flight": "queue"}, "in_flight must be 'reject' or 'wait', not 'queue'"),
+        ({"wait_timeout": 5}, "wait_timeout must be a timedelta"),
+        ({"window": timedelta(0)}, "window must be longer than zero"),
+        ({"lease": 30}, "lease must be a timedelta"),
+        ({"on_abandoned": "block"}, "give lease= too"),
+    ],
+    ids=str,
+)
+async def test_what_dedup_claim_cannot_keep_is_refused(options: dict[str, Any], message: str) -> None:
+    dedup = Dedup("sqlite+aiosqlite:///nobody.asks.it.db", reap_every=None)
+    with pytest.raises(ConfigurationError, match=message):
+        async with dedup.claim("news", scope="tests", **options):
+            raise AssertionError

@@ -63,15 +63,14 @@ class Pool:
 
 @asynccontextmanager
 async def waiters_of(shop: Served) -> AsyncIterator[list[asyncio.Task[Reply]]]:
-    """Send the duplicates of what is at the gate, and yield when all have looked and wait."""
+    """Send the duplicates of what is at the gate, and yield when all wait, and who had to look has looked."""
     callers = [await Caller.connect(shop.url) for _ in range(WAITERS)]
-    before = shop.shop.checkins
     waiters = [asyncio.create_task(each.call("POST", "/waiting", {"sku": "K"})) for each in callers]
 
-    async def all_have_looked() -> bool:
-        return shop.shop.checkins >= before + WAITERS
+    async def all_wait() -> bool:
+        return shop.shop.waiting == WAITERS and checked_out(shop.shop.engine) <= 1
 
-    await until(all_have_looked)
+    await until(all_wait)
     yield waiters
     for each in callers:
         each.hang_up()
@@ -104,8 +103,8 @@ async def test_200_who_wait_for_a_neighbour_hold_no_connection_of_a_pool_of_5(
     async with served(url_of(backend, request, tmp_path), pool_size=POOL, wait_timeout=patience) as shop:
         a = first(shop.url)
         at_work = await shop.gate.visitor()
+        pool = Pool(shop.shop.engine)
         async with waiters_of(shop) as waiters:
-            pool = Pool(shop.shop.engine)
             for _ in range(50):
                 assert checked_out(shop.shop.engine) == 1, "the first one's, at its work"
                 await asyncio.sleep(0.01)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.orm import Session
 
 from fastapi_dedup import Claim, ClaimInFlightError, DuplicateError
 from fastapi_dedup.errors import ClaimLostError
 from fastapi_dedup.hooks import EventKind
-from tests.http.world import eventually
-from tests.sessions.kinds import REQUEST, Kind
+from tests.http.world import World, eventually
+from tests.sessions.kinds import ADD, REQUEST, Kind
 
 SOON = 10.0
 
@@ -351,3 +355,35 @@ async def has_waiters(kind: Kind) -> bool:
     flights = kind.world.dedup._flights._flights.values()
     waiters = any(flight.landed._waiters for flight in flights)
     return waiters or any(each.kind is EventKind.IN_FLIGHT for each in kind.world.events)
+
+
+# A session that nobody ends
+
+
+async def test_an_id_is_free_again_when_the_session_of_a_failed_claim_is_lost(sqlite: World) -> None:
+    # Who never closes a session leaves its end to the collector, and no event tells of that.
+    engine = create_engine(sqlite.engine.url.set(drivername="sqlite"))
+
+    async def claim(session: Session, *, fails: bool) -> None:
+        async with sqlite.dedup.claim("news", scope="tests", session=session):
+            session.execute(text(ADD.format("'news'")))
+            if fails:
+                raise HandlerError
+            session.commit()
+
+    async def lose_a_session() -> weakref.ref[Session]:
+        session = Session(engine)
+        with suppress(HandlerError):
+            await claim(session, fails=True)
+        return weakref.ref(session)
+
+    async def is_collected() -> bool:
+        gc.collect()
+        return lost() is None
+
+    lost = await lose_a_session()
+    await eventually(is_collected)  # a worker thread may have it in its hands for another moment
+    with Session(engine) as session:
+        await claim(session, fails=False)
+    assert (await sqlite.orders(), await sqlite.ids()) == (["news"], ["news"])
+    engine.dispose()

@@ -365,6 +365,16 @@ async def test_a_claim_in_memory_waits_for_the_commit_of_the_session(shop: Shop,
     assert await found(shop) == (["good"], [])
 
 
+@pytest.mark.parametrize("exits", [None, "function"])
+async def test_a_claim_in_memory_is_kept_where_the_handler_only_reads(shop: Shop, exits: Any) -> None:
+    async def look(session: Any, _: str) -> None:
+        await shop.kind.run(session, "select count(*) from orders")
+
+    async with client(shop.app(look, exits=exits, store="memory")) as c:
+        answers = [await c.post("/orders/a", headers={KEY: "k"}) for _ in range(2)]
+    assert [each.status_code for each in answers] == [200, 409]
+
+
 async def test_a_claim_in_memory_is_free_where_nobody_commits_the_session(shop: Shop) -> None:
     async def create(session: Any, sku: str) -> None:
         await shop.kind.add(session, sku)

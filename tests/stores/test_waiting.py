@@ -61,6 +61,30 @@ async def test_who_has_waited_long_enough_is_told_that_the_twin_is_still_in_flig
     assert isinstance(await world.run(NEWS), Duplicate)
 
 
+@pytest.mark.parametrize("ending", ["succeed", "fail", "outlast them"])
+async def test_who_waits_for_a_neighbour_needs_no_connection_before_it_lands(
+    world: World, ending: str
+) -> None:
+    engine = engine_on(world.url, pool_size=1, max_overflow=0, pool_timeout=0.2)
+    dedup = world.runtime(engine=engine)
+    async with world.attempt(dedup) as first, asyncio.timeout(2 * SOON):
+        await first.claim(NEWS)
+        await first.work("news")
+        assert engine.pool.checkedout() == 1  # type: ignore[attr-defined]  # as a QueuePool has it
+        patience = 0.5 if ending == "outlast them" else SOON
+        waiters = [asyncio.create_task(wait_for(dedup, patience)) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        assert not any(waiter.done() for waiter in waiters)
+        if ending == "outlast them":
+            assert await asyncio.gather(*waiters) == [ClaimInFlightError] * 3
+            await first.delivery.fail()
+            return
+        await getattr(first.delivery, ending)()
+        outcomes = await asyncio.gather(*waiters)
+    assert outcomes.count(Claim) == (ending == "fail")
+    assert {*outcomes} <= {Claim, DuplicateError}
+
+
 async def test_who_waits_in_a_session_that_was_used_before_is_answered_at_once(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
