@@ -20,7 +20,6 @@ the handler raised                                   what it raised: the subscri
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import random
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from fastapi_dedup.errors import (
 from fastapi_dedup.identities import DEDUPLICATION_HEADER, headers_for
 from fastapi_dedup.messaging.envelope import Envelope, with_stamp
 from fastapi_dedup.messaging.extras import driver
-from fastapi_dedup.messaging.handler import Result, check, handle
+from fastapi_dedup.messaging.handler import Result, check, handle, is_async
 from fastapi_dedup.messaging.origins import delivery_id_of, endpoint_of, function_of
 from fastapi_dedup.policy import Endpoint
 
@@ -133,7 +132,7 @@ def deduplicated(*policies: Policy) -> Callable[[_Handler], _Handler]:
             msg = "write @deduplicated below @broker.subscriber(...), right above the function"
             raise ConfigurationError(msg)
         # A wrapper, for the same function may be subscribed elsewhere with other policies.
-        if inspect.iscoroutinefunction(function):
+        if is_async(function):
 
             @wraps(function)
             async def handler(*args: Any, **kwargs: Any) -> Any:
@@ -307,7 +306,7 @@ class _Run:
     ) -> None:
         self.message = message
         self.policies = policies
-        self._in_thread = not inspect.iscoroutinefunction(function)
+        self._in_thread = not is_async(function)
         self._call_next = call_next
         self._context = context
         self.result: Any = None

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.runtime import Dedup
 
-__all__ = ["MessageHandler", "Result", "check", "handle", "run"]
+__all__ = ["MessageHandler", "Result", "check", "handle", "is_async", "run"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -316,9 +316,14 @@ def check(policies: Sequence[Policy], dedup: Dedup | None = None) -> None:
         raise ConfigurationError(msg)
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Tell whether a function, or an object that is called, is to be awaited and not run in a thread."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 async def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a handler's function, a synchronous one in a worker thread, and return what it returns."""
     call = partial(function, *args, **kwargs)
     # A thread cannot be cancelled: its session must not be closed while it works.
-    value = call() if inspect.iscoroutinefunction(function) else await uncancelled(to_thread.run_sync(call))
+    value = call() if is_async(function) else await uncancelled(to_thread.run_sync(call))
     return await value if inspect.isawaitable(value) else value

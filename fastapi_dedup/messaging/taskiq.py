@@ -96,8 +96,10 @@ def deduplicated(
         async def do(_: TaskiqMessage, work: _Work, *args: Any, **kwargs: Any) -> None:
             await work.do(function, *args, **kwargs)
 
-        handler = dedup.handler(*policies)(do)
+        # Partials and objects have no annotations of their own to be copied; their signatures tell.
         signature = inspect.signature(function, eval_str=True)
+        do.__annotations__ = hints = _hints_of(signature)
+        handler = dedup.handler(*policies)(do)
 
         @wraps(function)
         async def task(*args: Any, **kwargs: Any) -> Any:
@@ -121,10 +123,19 @@ def deduplicated(
                 return await _kick_anew(context, seconds)
             return work.returned
 
+        task.__annotations__ = {**hints, _CONTEXT: Context}
         _take_context(task, signature)
         return task
 
     return decorate
+
+
+def _hints_of(signature: inspect.Signature) -> dict[str, Any]:
+    return {
+        name: each.annotation
+        for name, each in signature.parameters.items()
+        if each.annotation is not each.empty
+    }
 
 
 def _take_context(task: Any, signature: inspect.Signature) -> None:
@@ -135,7 +146,6 @@ def _take_context(task: Any, signature: inspect.Signature) -> None:
         _CONTEXT, inspect.Parameter.KEYWORD_ONLY, default=TaskiqDepends(), annotation=Context
     )
     task.__signature__ = signature.replace(parameters=[*parameters[:last], context, *parameters[last:]])
-    task.__annotations__ = {**task.__annotations__, _CONTEXT: Context}
 
 
 @dataclass(slots=True)

@@ -535,6 +535,25 @@ async def test_a_synchronous_handler_gets_them_too(rabbitmq_in_memory: Stream) -
     assert seen == ["tea tea"]
 
 
+class Ordering:
+    """A handler that is an object."""
+
+    async def __call__(self, order: Order, session: MessageSession) -> None:
+        await add(order, session)
+
+    __call__.__annotations__.update(order=Order, session=MessageSession)  # FastStream reads no text here
+
+
+async def test_an_object_may_be_a_handler_and_is_awaited(rabbitmq_in_memory: Stream, world: World) -> None:
+    # Taken for a synchronous one, it would be claimed and acknowledged, and never run.
+    stream = rabbitmq_in_memory
+    stream.subscriber()(deduplicated(BY_SKU)(Ordering()))
+    async with stream.running():
+        for _ in range(2):
+            await stream.publish(TEA)
+    assert (stream.answers, await world.orders()) == (["ACKED", "ACKED"], ["tea"])
+
+
 async def test_a_handler_in_a_thread_is_waited_for_when_its_consumer_is_cancelled(
     rabbitmq_in_memory: Stream, world: World
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import pytest
@@ -287,6 +288,28 @@ async def test_a_synchronous_task_runs_beside_the_loop(world: World) -> None:
     kicked: Any = await order.kiq("tea")
     result = await kicked.wait_result(check_interval=0.01, timeout=30)
     assert (result.return_value, seen) == ("ordered tea", ["tea"])
+
+
+async def ordering(sku: str, session: AsyncSession, suffix: str = "") -> None:
+    await add(session, sku + suffix)
+
+
+class Ordering:
+    """A task that is an object."""
+
+    async def __call__(self, sku: str, session: AsyncSession) -> None:
+        await ordering(sku, session)
+
+
+@pytest.mark.parametrize(
+    ("function", "ordered"), [(Ordering(), "tea"), (partial(ordering, suffix="pot"), "teapot")]
+)
+async def test_a_task_may_be_an_object_or_a_partial(world: World, function: Any, ordered: str) -> None:
+    broker = InMemoryBroker()
+    task: Any = broker.register_task(deduplicated(world.dedup, BY_SKU)(function), task_name="order")
+    for _ in range(2):
+        await (await task.kiq("tea")).wait_result(check_interval=0.01, timeout=30)
+    assert await world.orders() == [ordered]
 
 
 async def test_a_task_in_a_thread_is_waited_for_when_its_worker_is_stopped(world: World) -> None:
