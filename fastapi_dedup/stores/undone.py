@@ -9,6 +9,7 @@ failed is noted, and looked at before the COMMIT.
 from __future__ import annotations
 
 import enum
+import sqlite3
 from typing import TYPE_CHECKING
 
 from sqlalchemy import event, exc
@@ -124,4 +125,7 @@ _EXTENTS: dict[str, Callable[[Connection, exc.DBAPIError], _Extent]] = {
 
 
 def _is_open(connection: Connection) -> bool:
-    return bool(connection.connection.driver_connection.in_transaction)  # type: ignore[union-attr]  # both drivers have it
+    try:
+        return bool(connection.connection.driver_connection.in_transaction)  # type: ignore[union-attr]  # both drivers have it
+    except (ValueError, sqlite3.ProgrammingError):  # it is closed
+        return False
