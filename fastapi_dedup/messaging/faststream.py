@@ -41,7 +41,7 @@ from fastapi_dedup.errors import (
 from fastapi_dedup.identities import DEDUPLICATION_HEADER, headers_for
 from fastapi_dedup.messaging.envelope import Envelope, with_stamp
 from fastapi_dedup.messaging.extras import driver
-from fastapi_dedup.messaging.handler import Result, check, handle, is_async
+from fastapi_dedup.messaging.handler import Result, check, check_function, handle, is_async
 from fastapi_dedup.messaging.origins import delivery_id_of, endpoint_of, function_of
 from fastapi_dedup.policy import Endpoint
 
@@ -131,6 +131,7 @@ def deduplicated(*policies: Policy) -> Callable[[_Handler], _Handler]:
         if hasattr(function, "call_wrapped"):
             msg = "write @deduplicated below @broker.subscriber(...), right above the function"
             raise ConfigurationError(msg)
+        check_function(function)
         # A wrapper, for the same function may be subscribed elsewhere with other policies.
         if is_async(function):
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.runtime import Dedup
 
-__all__ = ["MessageHandler", "Result", "check", "handle", "is_async", "run"]
+__all__ = ["MessageHandler", "Result", "check", "check_function", "handle", "is_async", "run"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -202,13 +202,14 @@ class MessageHandler:
             envelope does not say it. Default: the function's module and name.
 
     Raises:
-        ConfigurationError: A policy cannot be kept for messages.
+        ConfigurationError: A policy cannot be kept for messages, or the function is no handler.
     """
 
     def __init__(
         self, dedup: Dedup, policies: Sequence[Policy], function: Callable[..., Any], *, endpoint: str | None
     ) -> None:
         check(policies, dedup)
+        check_function(function)
         self._dedup = dedup
         self._explicit = tuple(policies)
         self._function = function
@@ -313,6 +314,23 @@ def check(policies: Sequence[Policy], dedup: Dedup | None = None) -> None:
             dedup.prepare(policy)
     if len({factory_of(policy.session) for policy in policies if policy.session is not None}) > 1:
         msg = "the policies of one handler name different sessions: a handler has one transaction"
+        raise ConfigurationError(msg)
+
+
+def check_function(function: Callable[..., Any]) -> None:
+    """Refuse what would be called, and acknowledged, without its work being done.
+
+    Raises:
+        ConfigurationError: It is a generator, or a handler that has been wrapped already.
+    """
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        msg = f"{name_of(function)} is a generator, and nobody takes what it yields: a handler is a function"
+        raise ConfigurationError(msg)
+    if isinstance(function, MessageHandler):
+        msg = (
+            f"{function._endpoint} has policies already, and what comes of it there would be lost here: "  # noqa: SLF001 - our own
+            "give all policies to one decorator"
+        )
         raise ConfigurationError(msg)
 
 

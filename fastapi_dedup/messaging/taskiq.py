@@ -43,7 +43,7 @@ from fastapi_dedup.errors import (
 from fastapi_dedup.identities import DEDUPLICATION_HEADER, headers_for
 from fastapi_dedup.messaging.envelope import Envelope, with_stamp
 from fastapi_dedup.messaging.extras import driver
-from fastapi_dedup.messaging.handler import Result, run
+from fastapi_dedup.messaging.handler import Result, check_function, run
 
 with driver("taskiq", extra="taskiq"):
     from taskiq import Context, NoResultError, TaskiqDepends, TaskiqMessage, TaskiqMiddleware
@@ -92,6 +92,8 @@ def deduplicated(
     seconds = positive("pause", pause).total_seconds()
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+        check_function(function)
+
         @wraps(function)
         async def do(_: TaskiqMessage, work: _Work, *args: Any, **kwargs: Any) -> None:
             await work.do(function, *args, **kwargs)

@@ -6,7 +6,7 @@ No `from __future__ import annotations` here: handlers inside of tests could not
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,9 @@ from fastapi_dedup import (
 )
 from fastapi_dedup.hooks import EventKind
 from fastapi_dedup.messaging.envelope import Envelope
+from fastapi_dedup.messaging.faststream import deduplicated as on_faststream
 from fastapi_dedup.messaging.handler import Result
+from fastapi_dedup.messaging.taskiq import deduplicated as on_taskiq
 from fastapi_dedup.policy import Endpoint, Policy
 from tests.http.world import Statements, World, add, session_of
 from tests.messaging.proxy import Proxy
@@ -566,6 +568,34 @@ def test_policies_that_messages_cannot_keep_are_refused(
 
     with pytest.raises(ConfigurationError, match=message):
         world.dedup.handler(*policies)(on_order)
+
+
+async def yielding(message: object) -> AsyncIterator[object]:
+    yield message
+
+
+def yielding_too(message: object) -> Iterator[object]:
+    yield message
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [
+        lambda dedup: dedup.handler(BY_SKU),
+        lambda _: on_faststream(BY_SKU),
+        lambda dedup: on_taskiq(dedup, BY_SKU),
+    ],
+    ids=["handler", "FastStream", "taskiq"],
+)
+def test_what_would_be_acknowledged_and_never_done_is_no_handler(world: World, decorate: Any) -> None:
+    handler = world.dedup.handler(BY_SKU)(with_suffix)
+    for function, message in (
+        (yielding, "yielding is a generator"),
+        (yielding_too, "yielding_too is a generator"),
+        (handler, "with_suffix has policies already"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            decorate(world.dedup)(function)
 
 
 @pytest.mark.parametrize("name", ["AsyncSession", "Claim | None", "sqlalchemy.AsyncSession"])
