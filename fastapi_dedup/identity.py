@@ -38,6 +38,7 @@ __all__ = [
 MAX_LENGTH = 255
 """How many characters an id may have: what Stripe allows, and fits one AMQP short string of ASCII."""
 
+_MOST_BITS = MAX_LENGTH * 4  # more than so many digits need
 _SEPARATOR = "|"
 _LEAVES = (str, bytes, int, float, decimal.Decimal, dt.date, dt.time, uuid.UUID, enum.Enum, type(None))
 _ILLEGAL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -96,6 +97,8 @@ def _text(value: object, field: str) -> str:
         value, int | uuid.UUID | decimal.Decimal | dt.datetime | dt.date
     ):
         raise InvalidLogicalIdError(field, f"a value of type {type(value).__name__} cannot be an id")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:  # Python refuses to write very long ones
+        raise InvalidLogicalIdError(field, f"it has more than {MAX_LENGTH} digits")
     return value.isoformat() if isinstance(value, dt.date) else str(value)
 
 

@@ -98,6 +98,14 @@ def test_an_id_is_as_long_as_is_allowed_and_no_longer() -> None:
         legal(10**255, field="f")
 
 
+@pytest.mark.parametrize("digits", [256, 307, 308, 5000])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_is_as_long_as_text_may_be(digits: int, sign: int) -> None:
+    assert legal(10**254, field="f") == str(10**254)
+    with pytest.raises(InvalidLogicalIdError, match="255"):
+        legal(sign * 10 ** (digits - 1), field="f")
+
+
 def test_an_error_never_shows_the_value() -> None:
     for value in ("secret" * 100, "secret\x00", ["secret"]):
         with pytest.raises(InvalidLogicalIdError) as raised:
