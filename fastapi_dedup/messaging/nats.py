@@ -121,7 +121,7 @@ async def _check(message: Msg, heartbeat: float) -> None:
         ConfigurationError: Its `ack_policy` is not explicit.
     """
     origin = message.metadata
-    stream = message._client.jetstream(domain=origin.domain)  # noqa: SLF001 - nothing public knows it
+    stream = message._client.jetstream(domain=origin.domain or None)  # noqa: SLF001 - nothing public knows it
     try:
         config = (await stream.consumer_info(origin.stream, origin.consumer)).config
     except Exception as error:  # noqa: BLE001 - it may not be allowed to ask, and need not be

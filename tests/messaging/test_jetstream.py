@@ -89,6 +89,20 @@ async def test_a_consumer_that_does_not_acknowledge_each_message_by_itself_is_re
     assert f"{topic.name}/all does not acknowledge each message by itself" in caplog.text
 
 
+async def test_a_consumer_that_cannot_be_asked_about_is_consumed_all_the_same(
+    jetstream: JetStream, world: World
+) -> None:
+    # It may be forbidden to ask, too: the check is a help, and no condition.
+    topic, shop = await jetstream.topic(), Shop()
+    stream = await jetstream.stream()
+    await jetstream.publish(topic, "tea", deduplication_id="1")
+    subscription = await stream.pull_subscribe_bind(durable="0", stream=topic.name)
+    (message,) = await subscription.fetch(1)
+    await stream.delete_consumer(topic.name, "0")
+    await consumer(world.dedup, BY_HEADER)(shop.order)(message)
+    assert (shop.runs, message.is_acked, await world.orders()) == (1, True, ["tea"])
+
+
 @pytest.mark.parametrize(("ack_wait", "warns"), [(9, True), (11, False)])
 async def test_a_heartbeat_that_comes_too_late_is_warned_of_once(
     jetstream: JetStream, world: World, ack_wait: float, warns: bool, caplog: pytest.LogCaptureFixture
