@@ -104,20 +104,20 @@ class Judge:
 
     async def __call__(self, envelope: Envelope) -> Verdict:
         """Handle a message. What goes wrong is logged, and part of the verdict; only cancellation raises."""
-        where = envelope.destination
+        title = envelope.title
         try:
             result = await self._handler(envelope)
         except (StoreUnavailableError, ConfigurationError) as error:
             level = logging.WARNING if isinstance(error, StoreUnavailableError) else logging.ERROR
-            logger.log(level, "a message of %s was not handled and comes again: %s", where, error)
+            logger.log(level, "%s was not handled and comes again: %s", title, error)
             return self._outage()
         except (MissingLogicalIdError, InvalidLogicalIdError, FingerprintMismatchError) as error:
-            logger.warning("dead-lettered a message of %s: %s", where, error)
+            logger.warning("dead-lettered %s: %s", title, error)
             verdict = self._verdict(Answer.DEAD, str(error))
         except ClaimInFlightError:
             verdict = self._verdict(Answer.AGAIN)
         except Exception as error:
-            logger.exception("the handler of %s failed: %s", where, self._on_error.value)
+            logger.exception("the handler failed on %s: %s", title, self._on_error.value)
             verdict = self._verdict(self._on_error, f"the handler raised {type(error).__name__}")
         else:
             verdict = self._verdict(_ANSWERS[result])
@@ -179,7 +179,7 @@ def telling(envelope: Envelope) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - each library has its own errors for a lost connection
         logger.warning(
-            "could not tell the broker about a message of %s, which it will therefore deliver again: %r",
-            envelope.destination,
+            "could not tell the broker about %s, which it will therefore deliver again: %r",
+            envelope.title,
             error,
         )

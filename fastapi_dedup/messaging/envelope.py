@@ -58,6 +58,12 @@ class Envelope:
         """What handlers and the policies' callables get: the broker library's own object, else the body."""
         return self.body if self.message is None else self.message
 
+    @property
+    def title(self) -> str:
+        """What logs call it: by its delivery's id and its place, and by nothing that it says."""
+        which = "a message" if self.delivery_id is None else f"message {self.delivery_id!r}"
+        return f"{which} of {self.destination}"
+
 
 _PAIR = 2
 

@@ -213,11 +213,11 @@ class DeduplicatingMiddleware:
         except DedupError as error:
             if error is run.error:
                 raise
-            return await self._refuse(message, endpoint, error)
+            return await self._refuse(envelope, error)
         if result is Result.DUPLICATE:
             raise AckMessage
         if result is Result.IN_FLIGHT:
-            return await self._give_back(message, endpoint)
+            return await self._give_back(envelope)
         if not run.used and any(policy.rides for policy in policies):
             self._warn_unused(policies, endpoint)
         if run.error is not None:
@@ -235,19 +235,20 @@ class DeduplicatingMiddleware:
         self._known[function, endpoint] = policies
         return policies
 
-    async def _refuse(self, message: StreamMessage[Any], endpoint: str, error: DedupError) -> NoReturn:
+    async def _refuse(self, envelope: Envelope, error: DedupError) -> NoReturn:
         """Answer for a message that was not handled, though nothing is wrong with its handler."""
         if isinstance(error, MissingLogicalIdError | InvalidLogicalIdError | FingerprintMismatchError):
-            logger.warning("rejected a message of %s: %s", endpoint, error)
+            logger.warning("rejected %s: %s", envelope.title, error)
             raise RejectMessage from error
         level = logging.ERROR if isinstance(error, ConfigurationError) else logging.WARNING
-        logger.log(level, "a message of %s was not handled: %s", endpoint, error)
-        await self._give_back(message, endpoint)
+        logger.log(level, "%s was not handled: %s", envelope.title, error)
+        await self._give_back(envelope)
 
-    async def _give_back(self, message: StreamMessage[Any], endpoint: str) -> NoReturn:
+    async def _give_back(self, envelope: Envelope) -> NoReturn:
         """Give a message back to its broker after a pause: its work may still fail, or was not tried."""
+        message: StreamMessage[Any] = envelope.message
         if not comes_again(message):
-            logger.warning("a message of %s is lost, for its broker cannot deliver it again", endpoint)
+            logger.warning("%s is lost, for its broker cannot deliver it again", envelope.title)
             raise NackMessage
         pause = self._pause * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, not a secret
         if hasattr(message.raw_message, "nak"):

@@ -190,7 +190,7 @@ async def _dead_lettered(envelope: Envelope, reason: str, subject: str | None) -
         # A message knows its connection, and nothing public of it does.
         await envelope.message._client.jetstream().publish(subject, envelope.body, headers=headers)  # noqa: SLF001
     except Exception:
-        logger.exception("could not dead-letter a message of %s to %r", envelope.destination, subject)
+        logger.exception("could not dead-letter %s to %r", envelope.title, subject)
         return False
     return True
 

@@ -173,13 +173,13 @@ class _Work:
 
 async def _refuse(context: Context, error: DedupError, pause: float) -> NoReturn:
     """Answer for a task that was not run, though nothing is wrong with its function."""
-    name = context.message.task_name
+    title = f"task {context.message.task_id!r} of {context.message.task_name}"
     if isinstance(error, MissingLogicalIdError | InvalidLogicalIdError | FingerprintMismatchError):
-        logger.warning("refused a task of %s: %s", name, error)
+        logger.warning("refused %s: %s", title, error)
         context.message.labels["retry_on_error"] = False  # a retry changes nothing
         raise error
     level = logging.ERROR if isinstance(error, ConfigurationError) else logging.WARNING
-    logger.log(level, "a task of %s was not run and comes again: %s", name, error)
+    logger.log(level, "%s was not run and comes again: %s", title, error)
     await _kick_anew(context, pause)
 
 

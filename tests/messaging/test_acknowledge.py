@@ -26,7 +26,7 @@ from fastapi_dedup.messaging.handler import MessageHandler, Result
 from fastapi_dedup.messaging.nats import consumer
 
 SECOND = timedelta(seconds=1)
-ENVELOPE = Envelope(b"", destination="orders")
+ENVELOPE = Envelope(b"", delivery_id="m1", destination="orders")
 
 
 class Handling(MessageHandler):
@@ -91,13 +91,21 @@ async def test_a_cancelled_handler_is_no_outcome() -> None:
     ],
     ids=["poison", "store down", "configuration", "failure"],
 )
-async def test_what_goes_wrong_is_logged_with_its_place(
+async def test_what_goes_wrong_is_logged_with_the_delivery_and_its_place(
     outcome: Exception, level: int, traceback: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     await judge(outcome)(ENVELOPE)
     (told,) = caplog.records
     assert (told.levelno, bool(told.exc_info)) == (level, traceback)
-    assert "orders" in told.message
+    assert "message 'm1' of orders" in told.message
+
+
+async def test_a_message_that_its_broker_does_not_name_is_logged_with_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await judge(InvalidLogicalIdError("body", "it is not JSON"))(Envelope(b"secret", destination="orders"))
+    assert "dead-lettered a message of orders: body" in caplog.text
+    assert "secret" not in caplog.text
 
 
 async def test_pauses_are_jittered() -> None:

@@ -280,7 +280,7 @@ async def test_without_a_dead_letter_subject_a_message_without_an_id_is_terminat
     await until_heard(world, EventKind.MISSING)
     assert await jetstream.drained(topic)
     assert heard(world, EventKind.MISSING) == 1
-    assert topic.endpoint in caplog.text
+    assert f"dead-lettered message '{topic.name}:1' of {topic.endpoint}: " in caplog.text
 
 
 # The publisher's stamp

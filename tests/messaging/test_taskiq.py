@@ -142,13 +142,14 @@ async def test_a_retry_of_taskiq_s_runs(world: World) -> None:
     [({}, MissingLogicalIdError), ({"deduplication_id": "9" * 256}, InvalidLogicalIdError)],
 )
 async def test_a_task_without_a_legal_id_fails_and_is_not_retried(
-    world: World, labels: dict[str, str], error: type[Exception]
+    world: World, labels: dict[str, str], error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     broker = InMemoryBroker().with_middlewares(SimpleRetryMiddleware(default_retry_label=True))
     shop = Shop(world, Deduplicated(), broker=broker)
-    result = await shop.order("tea", **labels)
+    result = await shop.order("tea", task_id="t1", **labels)
     await broker.wait_all()
     assert isinstance(result.error, error)
+    assert "refused task 't1' of order: " in caplog.text
     assert (shop.runs, heard(world, EventKind.MISSING) + heard(world, EventKind.INVALID)) == (0, 1)
 
 
