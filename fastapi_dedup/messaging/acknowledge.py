@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fastapi_dedup.messaging.envelope import Envelope
     from fastapi_dedup.messaging.handler import MessageHandler
 
-__all__ = ["Answer", "Judge", "OnError", "Verdict", "telling", "unanswerable"]
+__all__ = ["Answer", "Judge", "OnError", "Pauses", "Verdict", "telling", "unanswerable"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -81,6 +81,36 @@ _ANSWERS = {
 }
 
 
+class Pauses:
+    """How long messages rest before they come again. One for each consumer.
+
+    Args:
+        pause: How long, on average, while nothing is out of order.
+
+    Raises:
+        ConfigurationError: That is no time.
+    """
+
+    def __init__(self, pause: timedelta) -> None:
+        self._pause = positive("pause", pause).total_seconds()
+        self._down_since: float | None = None
+
+    def usual(self) -> float:
+        """Return for how many seconds a message rests where the database has answered: its outage is over."""
+        self._down_since = None
+        return _jittered(self._pause)
+
+    def outage(self) -> float:
+        """Return as many seconds again as the outage has lasted: pauses double, however many messages ask.
+
+        Brokers count deliveries, and give up: a limit that outlasts an outage must not be used up by asking.
+        """
+        now = time.monotonic()
+        if self._down_since is None:
+            self._down_since = now
+        return _jittered(min(max(self._pause, now - self._down_since), _LONGEST_PAUSE))
+
+
 class Judge:
     """Handles messages, and says what their broker is to be told. One for each consumer.
 
@@ -99,8 +129,7 @@ class Judge:
             raise ConfigurationError(msg)
         self._handler = handler
         self._on_error = Answer.AGAIN if on_error == "requeue" else Answer.DEAD
-        self._pause = positive("pause", pause).total_seconds()
-        self._down_since: float | None = None
+        self._pauses = Pauses(pause)
 
     async def __call__(self, envelope: Envelope) -> Verdict:
         """Handle a message. What goes wrong is logged, and part of the verdict; only cancellation raises."""
@@ -110,7 +139,7 @@ class Judge:
         except (StoreUnavailableError, ConfigurationError) as error:
             level = logging.WARNING if isinstance(error, StoreUnavailableError) else logging.ERROR
             logger.log(level, "%s was not handled and comes again: %s", title, error)
-            return self._outage()
+            return Verdict(Answer.AGAIN, self._pauses.outage())
         except (MissingLogicalIdError, InvalidLogicalIdError, FingerprintMismatchError) as error:
             logger.warning("dead-lettered %s: %s", title, error)
             verdict = self._verdict(Answer.DEAD, str(error))
@@ -121,19 +150,10 @@ class Judge:
             verdict = self._verdict(self._on_error, f"the handler raised {type(error).__name__}")
         else:
             verdict = self._verdict(_ANSWERS[result])
-        self._down_since = None
         return verdict
 
     def _verdict(self, answer: Answer, reason: str = "") -> Verdict:
-        return Verdict(answer, _jittered(self._pause), reason)
-
-    def _outage(self) -> Verdict:
-        """Rest as long again as the outage has lasted: pauses double, however many messages ask."""
-        now = time.monotonic()
-        if self._down_since is None:
-            self._down_since = now
-        pause = min(max(self._pause, now - self._down_since), _LONGEST_PAUSE)
-        return Verdict(Answer.AGAIN, _jittered(pause))
+        return Verdict(answer, self._pauses.usual(), reason)
 
 
 def _jittered(pause: float) -> float:

@@ -11,7 +11,8 @@ async def on_order(order: OrderPlaced, session: MessageSession) -> None: ...
 what came of it                                      FastStream is told
 handled                                              nothing: it acknowledges, after our COMMIT
 duplicate                                            `AckMessage`; the handler is not run
-in flight; the store is down, or has no table        `NackMessage`, after a pause
+in flight                                            `NackMessage`, after a pause
+the store is down, or has no table                   the same; the pause grows with the outage
 no legal id, or an id that was used for another      `RejectMessage`
 payload
 the handler raised                                   what it raised: the subscriber's `ack_policy` decides
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar, cast
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from fastapi_dedup.cancellation import uncancelled
-from fastapi_dedup.claims import Claim, positive
+from fastapi_dedup.claims import Claim
 from fastapi_dedup.errors import (
     ConfigurationError,
     DedupError,
@@ -39,6 +39,7 @@ from fastapi_dedup.errors import (
     MissingLogicalIdError,
 )
 from fastapi_dedup.identities import DEDUPLICATION_HEADER, headers_for
+from fastapi_dedup.messaging.acknowledge import Pauses
 from fastapi_dedup.messaging.envelope import Envelope, with_stamp
 from fastapi_dedup.messaging.extras import driver
 from fastapi_dedup.messaging.handler import Result, check, check_function, handle, is_async
@@ -165,8 +166,8 @@ class DeduplicatingMiddleware:
     Args:
         dedup: The runtime.
         *policies: The policies of all the handlers that have none of their own, in the order of their claims.
-        pause: How long a message rests, on average, before it is given back to the broker. Default half a
-            second. JetStream does the resting itself.
+        pause: How long a message rests, on average, before it is given back to the broker; while the
+            database is down up to 30 seconds. Default half a second. JetStream does the resting itself.
 
     Raises:
         ConfigurationError: A policy or an option cannot be kept.
@@ -176,7 +177,7 @@ class DeduplicatingMiddleware:
         check(policies, dedup)
         self._dedup = dedup
         self._policies = policies
-        self._pause = positive("pause", pause).total_seconds()
+        self._pauses = Pauses(pause)
         self._known: dict[tuple[Callable[..., Any], str], tuple[Policy, ...]] = {}
         self._warned: set[str] = set()
 
@@ -210,14 +211,16 @@ class DeduplicatingMiddleware:
         envelope = Envelope(body, message.headers, delivery_id_of(message), endpoint, message)
         try:
             result = await handle(self._dedup, policies, envelope, run)
-        except DedupError as error:
-            if error is run.error:
-                raise
-            return await self._refuse(envelope, error)
+        except Exception as error:
+            if isinstance(error, DedupError) and error is not run.error:
+                return await self._refuse(envelope, error)
+            self._pauses.usual()
+            raise
+        pause = self._pauses.usual()
         if result is Result.DUPLICATE:
             raise AckMessage
         if result is Result.IN_FLIGHT:
-            return await self._give_back(envelope)
+            return await self._give_back(envelope, pause)
         if not run.used and any(policy.rides for policy in policies):
             self._warn_unused(policies, endpoint)
         if run.error is not None:
@@ -242,15 +245,14 @@ class DeduplicatingMiddleware:
             raise RejectMessage from error
         level = logging.ERROR if isinstance(error, ConfigurationError) else logging.WARNING
         logger.log(level, "%s was not handled: %s", envelope.title, error)
-        await self._give_back(envelope)
+        await self._give_back(envelope, self._pauses.outage())
 
-    async def _give_back(self, envelope: Envelope) -> NoReturn:
+    async def _give_back(self, envelope: Envelope, pause: float) -> NoReturn:
         """Give a message back to its broker after a pause: its work may still fail, or was not tried."""
         message: StreamMessage[Any] = envelope.message
         if not comes_again(message):
             logger.warning("%s is lost, for its broker cannot deliver it again", envelope.title)
             raise NackMessage
-        pause = self._pause * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, not a secret
         if hasattr(message.raw_message, "nak"):
             raise NackMessage(delay=pause)
         await asyncio.sleep(pause)

@@ -14,7 +14,8 @@ message unacknowledged and its result unset. A task that is entered and returns 
     what came of it                                      taskiq is told
     handled                                              the task's own result, after our COMMIT
     duplicate                                            a success: see `deduplicated`
-    in flight; the store is down, or has no table        kick it anew after a pause, keep no result
+    in flight                                            kick it anew after a pause, keep no result
+    the store is down, or has no table                   the same; the pause grows with the outage
     no legal id, or an id that was used for another      the error, which is not retried
     payload
     the task raised                                      what it raised; the id is free again
@@ -25,14 +26,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import random
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_type_hints
 
-from fastapi_dedup.claims import positive
 from fastapi_dedup.errors import (
     ConfigurationError,
     DedupError,
@@ -41,6 +40,7 @@ from fastapi_dedup.errors import (
     MissingLogicalIdError,
 )
 from fastapi_dedup.identities import DEDUPLICATION_HEADER, headers_for
+from fastapi_dedup.messaging.acknowledge import Pauses
 from fastapi_dedup.messaging.envelope import Envelope, with_stamp
 from fastapi_dedup.messaging.extras import driver
 from fastapi_dedup.messaging.handler import Result, check_function, run
@@ -84,12 +84,13 @@ def deduplicated(
     Args:
         dedup: The runtime.
         *policies: The policies, in the order of their claims. None takes what `Dedup.require` asks.
-        pause: How long a task rests, on average, before it is kicked anew. Default half a second.
+        pause: How long a task rests, on average, before it is kicked anew; while the database is down up to
+            30 seconds. Default half a second.
 
     Raises:
         ConfigurationError: A policy or an option cannot be kept.
     """
-    seconds = positive("pause", pause).total_seconds()
+    pauses = Pauses(pause)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         check_function(function)
@@ -115,10 +116,12 @@ def deduplicated(
             work = _Work()
             try:
                 result = await handler(envelope, work, *args, **kwargs)
-            except DedupError as error:
-                if error is work.error:
-                    raise
-                return await _refuse(context, error, seconds)
+            except Exception as error:
+                if isinstance(error, DedupError) and error is not work.error:
+                    return await _refuse(context, error, pauses)
+                pauses.usual()
+                raise
+            seconds = pauses.usual()
             if result is Result.DUPLICATE:
                 return await _skip(context)
             if result is Result.IN_FLIGHT:
@@ -171,7 +174,7 @@ class _Work:
             raise
 
 
-async def _refuse(context: Context, error: DedupError, pause: float) -> NoReturn:
+async def _refuse(context: Context, error: DedupError, pauses: Pauses) -> NoReturn:
     """Answer for a task that was not run, though nothing is wrong with its function."""
     title = f"task {context.message.task_id!r} of {context.message.task_name}"
     if isinstance(error, MissingLogicalIdError | InvalidLogicalIdError | FingerprintMismatchError):
@@ -180,11 +183,11 @@ async def _refuse(context: Context, error: DedupError, pause: float) -> NoReturn
         raise error
     level = logging.ERROR if isinstance(error, ConfigurationError) else logging.WARNING
     logger.log(level, "%s was not run and comes again: %s", title, error)
-    await _kick_anew(context, pause)
+    await _kick_anew(context, pauses.outage())
 
 
 async def _kick_anew(context: Context, pause: float) -> NoReturn:
-    await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
+    await asyncio.sleep(pause)
     await context.requeue()
     raise NoResultError  # as requeue() has done
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from fastapi_dedup.hooks import EventKind
@@ -44,6 +45,32 @@ class Shop:
         await add(session, body_of(message).decode().strip('"'))
         if self._mishaps:
             await self._mishaps.pop(0)()
+
+
+class Clock:
+    """A clock that goes on while somebody sleeps, as far as the test says.
+
+    Attributes:
+        slept: For how long each time.
+    """
+
+    def __init__(self, *steps: float) -> None:
+        self.slept: list[float] = []
+        self._now = 1000.0
+        self._steps = [*steps]
+
+    def monotonic(self) -> float:
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self._now += self._steps.pop(0)
+
+    def rule(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+        """Have a module's messages rest by this clock, and exactly as long as they are to on average."""
+        monkeypatch.setattr(f"fastapi_dedup.messaging.{module}.asyncio", self)
+        monkeypatch.setattr("fastapi_dedup.messaging.acknowledge.time", self)
+        monkeypatch.setattr("fastapi_dedup.messaging.acknowledge._jittered", lambda pause: pause)
 
 
 class Thread:

@@ -34,7 +34,7 @@ from fastapi_dedup.messaging.faststream import (
     deduplicated,
 )
 from tests.http.world import World, session_of
-from tests.messaging.shop import PAUSE, Thread, fail, heard
+from tests.messaging.shop import PAUSE, Clock, Thread, fail, heard
 from tests.messaging.streams import KINDS, Kind, Order, Stream, add, stream_of
 
 BY_SKU = Deduplicated(source="body", member="sku")
@@ -203,6 +203,31 @@ async def test_while_the_database_is_down_messages_are_given_back_and_not_run(
         await stream.publish(TEA)
     assert stream.answers == ["NACKED", "ACKED"]
     assert await world.orders() == ["tea"]
+
+
+async def test_pauses_grow_with_an_outage_and_begin_anew_after_it(
+    rabbitmq_in_memory: Stream, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A queue's delivery limit must not be used up by asking: 20 returns would last for 10 seconds of outage.
+    clock = Clock(4, 60, 60, 0)
+    clock.rule(monkeypatch, "faststream")
+    rabbitmq_in_memory.subscriber()(deduplicated(BY_SKU)(add))
+
+    async def rename(table: str, to: str) -> None:
+        async with world.engine.begin() as connection:
+            await connection.execute(text(f"alter table {table} rename to {to}"))
+
+    async with rabbitmq_in_memory.running():
+        await rename("dedup_claims", "gone")
+        for _ in range(3):
+            await rabbitmq_in_memory.publish(TEA)
+        await rename("gone", "dedup_claims")
+        await rabbitmq_in_memory.publish(TEA)
+        await rename("dedup_claims", "gone")
+        await rabbitmq_in_memory.publish(TEA)
+        await rename("gone", "dedup_claims")
+    usual = PAUSE.total_seconds()
+    assert clock.slept == [usual, 4, 30, usual]
 
 
 @pytest.mark.filterwarnings("ignore:AckPolicy.REJECT_ON_ERROR has the same effect:UserWarning")

@@ -35,7 +35,7 @@ from fastapi_dedup.messaging.taskiq import OUTCOME_LABEL, StampingMiddleware, de
 from fastapi_dedup.policy import Policy
 from tests.http.world import World, add, session_of
 from tests.live import until
-from tests.messaging.shop import PAUSE, Thread, fail, heard, until_heard
+from tests.messaging.shop import PAUSE, Clock, Thread, fail, heard, until_heard
 
 BY_SKU = Deduplicated(source="body", member="sku")
 
@@ -178,6 +178,23 @@ async def test_while_the_database_is_down_a_task_is_kicked_anew_and_not_run(
     result = await kicked.wait_result(check_interval=0.01, timeout=30)
     assert (result.return_value, await world.orders()) == ("ordered tea", ["tea"])
     assert shop.runs == 1
+
+
+async def test_pauses_grow_with_an_outage(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world.engine.begin() as connection:
+        await connection.execute(text("alter table dedup_claims rename to gone"))
+
+    class UntilItIsOver(Clock):
+        async def sleep(self, seconds: float) -> None:
+            await super().sleep(seconds)
+            if len(self.slept) == 3:
+                async with world.engine.begin() as connection:
+                    await connection.execute(text("alter table gone rename to dedup_claims"))
+
+    clock = UntilItIsOver(4, 60, 60)
+    clock.rule(monkeypatch, "taskiq")
+    assert (await Shop(world, BY_SKU).order("tea")).return_value == "ordered tea"
+    assert clock.slept == [PAUSE.total_seconds(), 4, 30]
 
 
 async def test_an_error_of_ours_that_a_task_raises_is_the_task_s(world: World) -> None:
