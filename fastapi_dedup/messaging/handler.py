@@ -216,7 +216,7 @@ class MessageHandler:
         self._endpoint = endpoint or name_of(function)
         self._session_name, self._session_kind, self._claim_name = parameters_of(function)
         self._warned: list[str] = []
-        update_wrapper(self, function)
+        update_wrapper(self, function, updated=())  # an object's attributes are not the wrapper's
 
     def __get__(self, instance: Any, owner: type | None = None) -> MessageHandler:
         """Return the handler of an instance, where the function is a method: the instance fills in `self`."""

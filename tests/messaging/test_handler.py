@@ -327,6 +327,17 @@ async def test_the_default_scope_is_the_same_in_every_process_whatever_is_called
     assert await world.scopes() == [f"message {__name__}.{name}"]
 
 
+async def test_what_an_object_that_handles_messages_calls_its_own_stays_its_own(world: World) -> None:
+    # Its attributes would take the place of the wrapper's: another runtime, another scope, no policies.
+    class Consumer(Callable):
+        def __init__(self) -> None:
+            self._dedup = self._function = self._endpoint = self._policies = self._session_name = "mine"
+
+    handler: Any = world.dedup.handler(Deduplicated("body", "sku"), endpoint="orders")(Consumer())
+    assert [await handler(TEA), await handler(TEA)] == [HANDLED, DUPLICATE]
+    assert (await world.orders(), await world.scopes()) == (["tea"], ["message orders"])
+
+
 async def test_a_handler_may_be_a_method_that_is_decorated_in_its_class(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
