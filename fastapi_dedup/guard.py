@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 from fastapi_dedup.claims import positive
-from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.errors import ConfigurationError, MissingLogicalIdError
 from fastapi_dedup.hooks import GuardEvent, GuardSnapshot
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class GenerationalGuard:
         Returns:
             True if the id may run; False if it is in flight or processed.
         """
-        key = logical_id if destination is None else self._key(logical_id, destination)
+        key = logical_id if destination is None and logical_id else self._key(logical_id, destination)
         # Here and in `complete`: `with lock` costs twice these calls, and `self._clock()` twice a local's.
         lock = self._lock
         lock.acquire()
@@ -189,9 +189,8 @@ class GenerationalGuard:
         """
         key = self._key(logical_id, destination)
         with self._lock:
-            self._in_flight.pop(key, None)
-            self._current.pop(key, None)
-            self._previous.pop(key, None)
+            for held in (self._in_flight, self._current, self._previous):
+                held.pop(key, None)
 
     def forget(self, logical_id: str | bytes, destination: str | None = None) -> bool:
         """Forget an id that was processed, and do not remember the one that is in flight.
@@ -211,11 +210,9 @@ class GenerationalGuard:
             if key in self._in_flight:
                 mark = self._in_flight[key] = self._in_flight[key] or _Mark(None)
                 mark.forgotten = True
-            found = key in self._current or key in self._previous
-            self._current.pop(key, None)
-            self._previous.pop(key, None)
+            gone = [each.pop(key, _NEW) for each in (self._current, self._previous)]
         self._tell()
-        return found
+        return gone != [_NEW, _NEW]
 
     def with_window(self, window: timedelta) -> GenerationalGuard:
         """Return a new and empty guard that differs from this one in its window only."""
@@ -265,6 +262,8 @@ class GenerationalGuard:
         return snapshot
 
     def _key(self, logical_id: str | bytes, destination: str | None) -> _Key:
+        if not logical_id:  # else all that have none would be one
+            raise MissingLogicalIdError("logical_id")
         return logical_id if destination is None or self._identity == "id" else (logical_id, destination)
 
     def _begin(self, key: _Key, mark: _Mark | None) -> tuple[Seen, float]:

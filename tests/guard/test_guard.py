@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastapi_dedup.errors import ConfigurationError
+from fastapi_dedup.errors import ConfigurationError, MissingLogicalIdError
 from fastapi_dedup.guard import Attempt, GenerationalGuard, GuardEvent, Seen
 from tests.guard.doors import Clock
 
@@ -104,6 +104,16 @@ def test_completing_twice_is_completing_once(guard: GenerationalGuard) -> None:
     guard.complete("a")
 
     assert guard.snapshot().processed == 1
+
+
+@pytest.mark.parametrize("nothing", [None, "", b""])
+@pytest.mark.parametrize("destination", [None, "queue"])
+def test_no_id_is_no_id(guard: GenerationalGuard, nothing: Any, destination: str | None) -> None:
+    # case C1: else all that have none would be one, and only the first of them would run
+    for take in (guard.begin, guard.attempt, guard.look):
+        with pytest.raises(MissingLogicalIdError):
+            take(nothing, destination)
+    assert guard.begin("None")
 
 
 def test_ids_may_be_bytes(guard: GenerationalGuard) -> None:
