@@ -37,7 +37,7 @@ from fastapi_dedup.http.reading import DEFAULT_HEADER
 from fastapi_dedup.policy import Endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from starlette.types import ASGIApp
 
@@ -162,7 +162,7 @@ def _prepare(
     warn_once: Callable[[str, str], bool],
 ) -> None:
     root = found.dependant
-    _drop_overruled(root)
+    _drop_overruled(found)
     policies = [policy for _, policy in found.claims()]
     if not any(policy != own_policy for policy in policies):
         root.dependencies += _required(found, required_of)
@@ -177,7 +177,9 @@ def _prepare(
                 session,
                 session,
             )
-    own = None if own_policy is None else _what_is_left(own_policy, found)
+    own = None
+    if own_policy is not None and own_policy.applies_to & found.methods:
+        own = _what_is_left(own_policy, found, [policy for _, policy in found.claims()])
     host = None if own is None else _host_of(root)
     if own is not None and host is None:
         root.dependencies.append(_sub_dependant(own, found))
@@ -234,26 +236,33 @@ def _required(found: Found, required_of: Callable[[Endpoint], Policy | None]) ->
     return [_sub_dependant(policy, found)]
 
 
-def _drop_overruled(root: Dependant) -> None:
-    """Drop policies whose header a policy nearer to the handler has too: one request, one claim per id."""
-    claims = [each for each in root.dependencies if is_claim(each)]
+def _drop_overruled(found: Found) -> None:
+    """Drop policies, for the methods of those nearer to the handler that have their header too.
+
+    One request, one claim per id.
+    """
+    dependencies = found.dependant.dependencies
+    claims = [each for each in dependencies if is_claim(each)]
     for position, claim in enumerate(claims):
         policy, *_ = policies_of(claim.call)
         nearer = [each for other in claims[position + 1 :] for each in policies_of(other.call)]
-        if claim.name is None and any(_same_header(policy, each) for each in nearer):
-            root.dependencies.remove(claim)
+        left = policy if claim.name is not None else _what_is_left(policy, found, nearer)
+        if left is None:
+            dependencies.remove(claim)
+        elif left is not policy:
+            claim.call = left
 
 
-def _what_is_left(own_policy: Deduplicated, found: Found) -> Deduplicated | None:
-    """Return the middleware's policy for the methods that no policy of the route's covers on its header."""
+def _what_is_left(policy: Deduplicated, found: Found, others: Iterable[Deduplicated]) -> Deduplicated | None:
+    """Return a policy for the methods of a route that no other covers on its header; None if none is left."""
     covered: frozenset[str] = frozenset()
-    for _, policy in found.claims():
-        if _same_header(own_policy, policy):
-            covered |= policy.applies_to
-    left = (own_policy.applies_to & found.methods) - covered
-    if not left:
-        return None
-    return own_policy if left == own_policy.applies_to else replace(own_policy, methods=left)
+    for each in others:
+        if _same_header(policy, each):
+            covered |= each.applies_to
+    if not covered & policy.applies_to:
+        return policy
+    left = (policy.applies_to & found.methods) - covered
+    return replace(policy, methods=left) if left else None
 
 
 def _same_header(first: Any, second: Any) -> bool:

@@ -143,15 +143,18 @@ async def test_a_policy_deep_in_the_tree_of_dependencies_wins_over_the_middlewar
     assert await sqlite.scopes() == ["orders"]
 
 
-async def test_a_policy_for_other_methods_leaves_the_middlewares_own(sqlite: World) -> None:
-    # A route of two methods: the route's policy speaks for one of them, the middleware's for the other.
-    app = sqlite.app()
+@pytest.mark.parametrize("of", ["the middleware", "the router"])
+async def test_a_policy_for_other_methods_leaves_the_one_around_it(sqlite: World, of: str) -> None:
+    # A route of two methods: its own policy speaks for one of them, the one around it for the other.
+    app = sqlite.app() if of == "the middleware" else sqlite.app(header=None)
+    router = APIRouter(dependencies=[Depends(Deduplicated())] if of == "the router" else [])
     policy = Deduplicated(scope="orders", methods=["PATCH"])
 
-    @app.api_route("/orders", methods=["POST", "PATCH"], dependencies=[Depends(policy)])
+    @router.api_route("/orders", methods=["POST", "PATCH"], dependencies=[Depends(policy)])
     async def create(session: RequestSession) -> None:
         await add(session, "a")
 
+    app.include_router(router)
     async with client(app) as c:
         for method in ("POST", "PATCH"):
             assert (await c.request(method, "/orders", headers={KEY: "k"})).status_code == 200
