@@ -29,7 +29,7 @@ from sqlalchemy import exc
 from sqlalchemy.dialects.postgresql import asyncpg, psycopg
 from sqlalchemy.util import await_only, greenlet_spawn
 
-from fastapi_dedup.cancellation import undone_if_cancelled
+from fastapi_dedup.cancellation import uncancelled, undone_if_cancelled
 from fastapi_dedup.claims import Fate
 from fastapi_dedup.errors import ClaimLostError, ConfigurationError, StoreUnavailableError
 from fastapi_dedup.stores.failures import ABORTED, store_errors
@@ -396,11 +396,12 @@ class DriverTransaction(RidingTransaction):
         """
         if not (self.in_hand and self._driver.in_transaction()):
             try:
-                await self._ask()
+                await uncancelled(self._ask())  # a cancelled delivery's claims need an end as well
             except StoreUnavailableError:
                 logger.exception("cannot find out what became of a claim, so no success is told")
-            self._left = True
-            self._tell_all(Fate.CLOSED)
+            finally:
+                self._left = True
+                self._tell_all(Fate.CLOSED)
         self._tell_all(Fate.UNSEEN)
 
     async def _ask(self, *, undone: bool = True) -> bool:

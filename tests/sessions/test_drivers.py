@@ -4,8 +4,10 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any
 
+import anyio
 import asyncpg
 import psycopg
 import psycopg_pool
@@ -283,6 +285,32 @@ async def test_a_guard_in_front_remembers_what_was_found_to_be_committed(kind: K
         )
         assert (await c.post("/orders/a", headers={KEY: "k"})).status_code == 409
     assert [each for each in told if "txid_status" in each] == []
+
+
+@pytest.mark.parametrize("commits", [False, True])
+async def test_a_request_that_anyio_cancels_leaves_nothing_in_flight(kind: Kind, *, commits: bool) -> None:
+    # case B3: Starlette cancels by level, so whatever is awaited then is cancelled again
+    guard = GenerationalGuard()
+    kind.world.dedup = Dedup(kind.world.engine, reap_every=None, guard=guard)
+    cancels = [True]
+
+    async def create(session: Any, sku: str) -> None:
+        await kind.add(session, sku)
+        if cancels:
+            cancels.clear()
+            if commits:
+                await kind.commit(session)
+            tasks.cancel_scope.cancel()
+            await anyio.sleep(60)
+
+    async with client(Shop(kind, "async def").app(create, scope="orders")) as c:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(c.post, "/orders/a", headers={KEY: "k"}))
+        assert guard.snapshot().in_flight == 0
+        assert kind.world.dedup._flights._flights == {}
+        answers = [await c.post("/orders/b", headers={KEY: "k"}) for _ in range(2)]
+    assert [each.status_code for each in answers] == [200, 409]
+    assert await kind.world.orders() == (["a", "b"] if commits else ["b"])
 
 
 async def test_a_block_that_ends_before_its_commit_leaves_no_mark_behind(kind: Kind) -> None:
