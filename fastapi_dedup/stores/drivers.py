@@ -414,9 +414,8 @@ class DriverTransaction(RidingTransaction):
         for awaited in list(self._awaited):
             claim = awaited.claim
             keys = claim.keys() if claim is not None else ()
-            stands = (claim is None and self._only_read) or await self._home.stands(
-                self._number, None if claim is None or not keys else (next(iter(keys)), claim.token)
-            )
+            sought = (next(iter(keys)), claim.token) if claim is not None and keys else None
+            stands = (claim is None and self._only_read) or await self._home.stands(self._number, sought)
             if stands or (undone and stands is False):
                 self._tell(awaited, Fate.COMMITTED if stands else Fate.ROLLED_BACK)
             kept = kept and (stands is not False or claim is None)
