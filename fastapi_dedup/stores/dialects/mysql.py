@@ -86,6 +86,7 @@ _COMPLETE = """
  WHERE `key` = :key AND token = :token
 """
 _RELEASE = "DELETE FROM {table} WHERE `key` = :key AND token = coalesce(:token, token)"
+_SETTLED = "SELECT `key` FROM {table} WHERE `key` = :key FOR UPDATE SKIP LOCKED"
 # At REPEATABLE READ the reaper would lock the gaps that new claims are inserted into.
 _REAP_AT = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
 _EXPIRED = """
@@ -155,6 +156,7 @@ class MySQL:
         self._renew = text(_RENEW.format(table=name))
         self._extend = text(_EXTEND.format(table=name))
         self._release = text(_RELEASE.format(table=name))
+        self._settled = text(_SETTLED.format(table=name))
         self._expired = text(_EXPIRED.format(table=name))
         self._delete = text(_DELETE.format(table=name))
         self.table = name
@@ -229,6 +231,8 @@ class MySQL:
 
     def release(self, connection: Connection, key: bytes, token: bytes | None) -> int:
         """Delete a claim if it is the token's (None: whoever's), and return how many were deleted."""
+        if token is None and connection.execute(self._settled, {"key": key}).first() is None:
+            return 0  # an operator's DELETE would wait for a claim in flight, and then undo it
         return connection.execute(self._release, {"key": key, "token": token}).rowcount
 
     def reap(self, connection: Connection, limit: int) -> int:

@@ -209,6 +209,16 @@ async def test_an_operator_releases_whoever_holds_the_id(world: World) -> None:
     assert isinstance(await world.run(NEWS), Claim)
 
 
+async def test_an_operator_cannot_release_an_id_in_flight(world: World) -> None:
+    async with world.attempt() as first:
+        await first.claim(NEWS)
+        if Promise.SEES_TWINS_ELSEWHERE in world.backend:  # else the release waits for the first to end
+            async with asyncio.timeout(SOON):
+                assert await world.dedup.release("news", scope="tests") is False
+        await first.delivery.succeed()
+    assert isinstance(await world.run(NEWS), Duplicate)
+
+
 async def test_a_withdrawn_claim_is_not_committed_with_the_rest(world: World) -> None:
     async with world.attempt() as attempt:
         outcome = await world.store().claim(NEWS, attempt.transaction)
