@@ -55,6 +55,7 @@ class LeasedTransaction(BesideTransaction):
         self._beating: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._completing = False
+        self._in_doubt = False
         self._committed = False
         self._succeeded = False
         self._failed = False
@@ -123,7 +124,9 @@ class LeasedTransaction(BesideTransaction):
         leases, intent, receipt = self._owned
         if not (self._succeeded and self.lease.on_abandoned == "block"):  # else its effects may be out
             try:
-                await leases.release(intent, receipt)
+                # A COMMIT whose answer was lost may be done all the same, and then the claim is complete.
+                if not self._in_doubt or await leases.extend(intent, receipt):
+                    await leases.release(intent, receipt)
             except Exception:
                 logger.exception(
                     "could not release logical id %r in scope %r: it is in flight until its lease runs out",
@@ -192,7 +195,9 @@ class LeasedTransaction(BesideTransaction):
         self._completing = completed is True  # else what follows the COMMIT does
 
     def _around_ended(self, fate: Fate) -> None:
-        completed, self._completing = self._completing and fate is Fate.COMMITTED, False
+        completing, self._completing = self._completing, False
+        completed = completing and fate is Fate.COMMITTED
+        self._in_doubt |= completing and not completed
         if completed:
             self._end(Fate.COMMITTED)
         elif self._failed:

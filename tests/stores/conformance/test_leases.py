@@ -302,6 +302,30 @@ async def test_a_handler_that_is_cancelled_frees_its_id(world: World) -> None:
     assert await world.rows() == []
 
 
+@pytest.mark.parametrize("is_done", [True, False])
+async def test_a_commit_whose_answer_is_lost_leaves_both_claim_and_work_or_neither(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, is_done: bool
+) -> None:
+    # cases B3, E2: the connection broke, or the request was cancelled, while COMMIT was under way
+    dialect = world.dedup.engine.sync_engine.dialect
+    commit = dialect.do_commit
+
+    def lose_the_answer(connection: Any) -> None:
+        monkeypatch.undo()
+        if is_done:
+            commit(connection)
+        raise ConnectionAbortedError
+
+    with pytest.raises(ConnectionAbortedError):
+        async with leased(world) as claim:
+            await write(claim.session)
+            monkeypatch.setattr(dialect, "do_commit", lose_the_answer)
+    # Where completing follows the COMMIT, nobody knows whether it should: that work may be repeated.
+    kept = is_done and world.leases().completes_in_transactions
+    assert (await world.orders(), await world.count()) == (["news"] * is_done, kept)
+    assert isinstance(await world.run(NEWS), Duplicate if kept else Claim)
+
+
 async def test_a_handler_that_committed_and_then_failed_gets_its_claim_released(world: World) -> None:
     with pytest.raises(ZeroDivisionError):
         async with world.session() as session, leased(world, session=session):
