@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import URL
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-__all__ = ["IDENTITY", "Home"]
+__all__ = ["IDENTITY", "Home", "binds_of"]
 
 IDENTITY = """
 SELECT system_identifier AS system,
@@ -89,7 +89,7 @@ class Home:
         Raises:
             ConfigurationError: None does, or nobody can say which.
         """
-        binds = _binds(session)
+        binds = binds_of(session)
         if type(session).get_bind is Session.get_bind and not binds:
             return session.get_bind()
         # The app's own routing decides, if it knows: by a write, for a replica takes no claim.
@@ -167,7 +167,7 @@ def _itself(connection: Any) -> Any:
     return getattr(connection, "_con", connection)
 
 
-def _binds(session: Session) -> list[Any]:
+def binds_of(session: Session) -> list[Any]:
     """Return what a session's tables and classes are bound to, beside its own bind."""
     binds = vars(session).get("binds") or vars(session).get("_Session__binds")  # SQLAlchemy 2.1, and before
     return [*binds.values()] if binds else []

@@ -8,13 +8,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from sqlalchemy import Engine
+from sqlalchemy.exc import UnboundExecutionError
+
 from fastapi_dedup.errors import ConfigurationError
-from fastapi_dedup.stores.homes import Home
+from fastapi_dedup.stores.homes import Home, binds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
     from fastapi_dedup.claims import Fate, Intent, Outcome, Receipt
@@ -106,8 +109,13 @@ class Anywhere(Home):
         """Know no database."""
 
     def bind_of(self, session: Session) -> Engine | Connection:
-        """Return what a session is bound to."""
-        return session.get_bind()
+        """Return what a session is bound to; where that is several, one that it has used, if it has."""
+        try:
+            return session.get_bind()
+        except UnboundExecutionError:
+            binds = [bind for bind in binds_of(session) if isinstance(bind, Engine)]
+            in_use = getattr(session.get_transaction(), "_connections", {})
+            return next((bind for bind in binds if bind in in_use), binds[0])
 
 
 class NoDatabase:

@@ -6,6 +6,7 @@ No `from __future__ import annotations`: FastAPI could not resolve what the endp
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +16,12 @@ import pytest
 from fastapi import APIRouter, Depends, FastAPI
 from sqlalchemy import NullPool, create_engine, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import DeclarativeBase, Session
 
 from fastapi_dedup import (
     Claim,
     ClaimInFlightError,
+    ClaimLostError,
     ConfigurationError,
     Dedup,
     Deduplicated,
@@ -36,6 +38,7 @@ from fastapi_dedup.stores.redis import RedisLeases
 from tests.databases import count, orders_table
 from tests.http.world import KEY, StartUpError, client, lifespan, problem, talk
 from tests.live import until
+from tests.stores.worlds import Order
 
 LEASE = timedelta(seconds=30)
 FIRST = {KEY: "1"}
@@ -232,6 +235,24 @@ async def test_the_commit_of_the_handlers_own_session_is_followed(
         assert (await calls.post("/orders", headers=FIRST)).status_code == 200
         assert problem(await calls.post("/orders", headers=FIRST)) == "duplicate"
         assert await count(engine, "orders") == 1
+
+
+async def test_the_commit_of_a_session_of_several_binds_is_followed(dedup: Dedup, tmp_path: Path) -> None:
+    class Glances(DeclarativeBase):
+        """What is in another database."""
+
+    other = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'other.db'}")
+    async with orders_table(f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}") as engine:
+        for robbed in (True, False):
+            async with AsyncSession(binds={Glances: other, Order: engine}) as session:
+                with pytest.raises(ClaimLostError) if robbed else nullcontext():
+                    async with dedup.claim("1", scope="orders", lease=LEASE, session=session):
+                        session.add(Order(sku="tea"))
+                        if robbed:
+                            await dedup.release("1", scope="orders")
+                        await session.commit()
+            assert await count(engine, "orders") == (not robbed)
+    await other.dispose()
 
 
 async def test_a_connection_that_tells_nobody_of_its_commit_cannot_be_followed(
