@@ -87,12 +87,14 @@ UPDATE {table}
  WHERE key = :key AND token = :token AND leased_until IS NOT NULL
 """
 
+# Its lock tells twins that the row is about to change: an INSERT would wait for that, and for as long as the
+# handler's transaction is inside another one. Who has the lock already is such a twin.
 _COMPLETE = """
 UPDATE {table}
    SET leased_until = NULL,
        expires_at = CASE WHEN :from_end THEN clock_timestamp() ELSE claimed_at END
                     + make_interval(secs => :window)
- WHERE key = :key AND token = :token
+ WHERE key = :key AND token = :token AND pg_try_advisory_xact_lock(:lock) IS NOT NULL
 """
 
 _RELEASE = "DELETE FROM {table} WHERE key = :key AND token = coalesce(CAST(:token AS bytea), token)"
@@ -241,6 +243,7 @@ class PostgreSQL:
         behind the transaction's snapshot.
         """
         values = {
+            "lock": self.lock_of(intent.key),
             "key": intent.key,
             "token": token,
             "window": intent.window.total_seconds(),

@@ -557,6 +557,26 @@ async def test_a_handler_that_raised_frees_its_id_though_effects_must_not_repeat
 # waiting
 
 
+async def test_a_twin_does_not_wait_for_the_transaction_around_the_owners(world: World) -> None:
+    # as the fixtures of many test suites have it: the session's COMMIT is not the database's
+    elsewhere = world.runtime()
+    async with (
+        asyncio.timeout(SOON),
+        world.dedup.engine.connect() as connection,
+        AsyncSession(connection, join_transaction_mode="create_savepoint") as session,
+    ):
+        outer = await connection.begin()
+        async with leased(world, session=session):
+            await write(session)
+            await session.commit()
+        for dedup in (world.dedup, elsewhere):
+            with pytest.raises((ClaimInFlightError, DuplicateError)):
+                async with leased(world, dedup):
+                    raise AssertionError
+        await outer.rollback()
+    assert await world.orders() == []
+
+
 async def test_a_duplicate_waits_for_the_outcome_of_a_leased_claim(world: World) -> None:
     waiting = asyncio.Event()
     elsewhere = world.runtime()
