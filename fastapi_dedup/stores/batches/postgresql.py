@@ -58,7 +58,12 @@ SELECT attempt.key, attempt.free, attempt.fresh, attempt.at,
        found.leased_until, found.fingerprint
   FROM attempt
   LEFT JOIN taken ON taken.key = attempt.key
-  LEFT JOIN {{table}} AS found ON found.key = attempt.key
+  LEFT JOIN LATERAL (
+    SELECT claimed_at, expires_at, leased_until, fingerprint FROM {{table}} AS each
+     WHERE each.key = attempt.key
+       AND (:reads OR NOT attempt.free OR current_setting('transaction_isolation') <> 'serializable')
+    OFFSET 0
+  ) AS found ON true
 """  # noqa: S608 - the expressions are the constants above, the table's name is quoted
 
 _TAKE_OVER = f"""
@@ -81,6 +86,7 @@ _TYPES: Mapping[str, Any] = {
     "logical_ids": ARRAY(Text),
     "fingerprints": ARRAY(LargeBinary),
     "any_snapshot": Boolean,
+    "reads": Boolean,
     "scope": Text,
     "token": LargeBinary,
     "window": Double,
@@ -155,6 +161,15 @@ class PostgreSQLBatches:
                     values = self._values(absent, token) | {"any_snapshot": True}
                     rows = connection.execute(self._claim, values).all()
                     outcomes |= _answers(rows, {intent.key: intent for intent in absent}, token)
+                    met = [row for row in rows if row.free and row.taken_at is None and row.found_at is None]
+                    if met:  # under SERIALIZABLE, where it has not looked yet
+                        asked = {intent.key: intent for intent in absent}
+                        asked = {key: asked[key] for key, _ in _by_key(met)}
+                        values = self._values(asked.values(), token) | {"reads": True}
+                        rows = connection.execute(self._claim, values).all()
+                        told = _answers(rows, asked, token)
+                        outcomes |= told
+                        expired = [*expired, *(asked[key] for key, row in _by_key(rows) if key not in told)]
                 if expired:
                     outcomes |= self._taken_over(connection, expired, token)
         except exc.DBAPIError as error:
@@ -177,6 +192,7 @@ class PostgreSQLBatches:
             "logical_ids": [intent.logical_id for intent in intents],
             "fingerprints": [intent.fingerprint for intent in intents],
             "any_snapshot": False,
+            "reads": False,
             "scope": scope_text(some.scope),
             "token": token,
             "window": some.window.total_seconds(),

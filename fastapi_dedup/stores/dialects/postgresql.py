@@ -34,6 +34,8 @@ LOOKS = 5
 
 # The final SELECT reads the statement's snapshot, which the winner's COMMIT may postdate: then the row shows
 # neither `taken` nor `found`, and the statement is run again.
+# Under SERIALIZABLE, to read where there is no row is to conflict with everybody who inserts near there. So
+# who has the lock reads only when its INSERT has met a row.
 _CLAIM = """
 WITH attempt AS MATERIALIZED (
     SELECT pg_try_advisory_xact_lock(:lock) AS free,
@@ -54,7 +56,12 @@ SELECT attempt.free, attempt.fresh, attempt.at,
        found.leased_until, found.fingerprint
   FROM attempt
   LEFT JOIN taken ON true
-  LEFT JOIN {table} AS found ON found.key = :key
+  LEFT JOIN LATERAL (
+    SELECT claimed_at, expires_at, leased_until, fingerprint FROM {table}
+     WHERE key = :key
+       AND (:reads OR NOT attempt.free OR current_setting('transaction_isolation') <> 'serializable')
+    OFFSET 0
+  ) AS found ON true
 """
 
 _TAKE_OVER = """
@@ -110,6 +117,7 @@ DELETE FROM {table} WHERE ctid = ANY (ARRAY(
 _TYPES = {
     "lock": BigInteger,
     "any_snapshot": Boolean,
+    "reads": Boolean,
     "key": LargeBinary,
     "scope": Text,
     "logical_id": Text,
@@ -170,6 +178,7 @@ class PostgreSQL:
         values = {
             "lock": self.lock_of(intent.key),
             "any_snapshot": False,
+            "reads": False,
             "key": intent.key,
             "scope": scope_text(intent.scope),
             "logical_id": intent.logical_id,
@@ -181,7 +190,7 @@ class PostgreSQL:
         for _ in range(LOOKS):
             row = self._claim.run(connection, values).one()
             if row.free and not row.fresh and row.found_at is None:
-                seen = self._on_snapshot(connection, self._claim, values | {"any_snapshot": True})
+                seen = self._claim_on_snapshot(connection, values)
                 if seen is None:
                     break
                 row = seen
@@ -198,6 +207,14 @@ class PostgreSQL:
                 if not row.fresh:
                     break
         return InFlight()
+
+    def _claim_on_snapshot(self, connection: Connection, values: dict[str, Any]) -> Row[Any] | None:
+        row = self._on_snapshot(connection, self._claim, values | {"any_snapshot": True})
+        if (
+            row is not None and row.taken_at is None and row.found_at is None
+        ):  # under SERIALIZABLE: not read yet
+            return self._claim.run(connection, values | {"reads": True}).one()
+        return row
 
     def _on_snapshot(
         self, connection: Connection, statement: _Statement, values: dict[str, Any]

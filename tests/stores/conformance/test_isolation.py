@@ -17,6 +17,7 @@ from fastapi_dedup import (
     StoreUnavailableError,
 )
 from fastapi_dedup.claims import Duplicate
+from fastapi_dedup.stores.dialects.postgresql import PostgreSQL
 from tests.databases import engine_on
 from tests.stores.promises import BACKENDS, Promise
 from tests.stores.worlds import SOON, Order, World, intent
@@ -139,6 +140,54 @@ async def test_an_id_that_nobody_has_claimed_is_never_called_done_under_serializ
             assert isinstance(error.__cause__, DBAPIError)  # noqa: PT017 - honest as well
         else:
             assert outcome in {Claim, ClaimInFlightError}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(backend, id=backend.name) for backend in BACKENDS if backend.dialect is PostgreSQL],
+    indirect=True,
+)
+@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
+async def test_claims_of_different_ids_leave_each_other_alone_under_serializable(
+    world: World, many: bool
+) -> None:
+    # PostgreSQL ends one of two that have each read where the other inserts: anywhere, in a small table
+    await world.claimed(NEWS)
+    await world.execute(world.hands.analyze)  # so that the planner knows that it is small
+    async with world.session() as first, world.session() as second:
+        for session, name in ((first, "first"), (second, "second")):
+            await session.connection(execution_options={"isolation_level": "SERIALIZABLE"})
+            if many:
+                ids = [f"{name} {number}" for number in range(3)]
+                async with world.dedup.claim_many(ids, scope="tests", session=session) as batch:
+                    assert batch.new == tuple(ids)
+            else:
+                assert await world.claim_in(session, name) is Claim
+            session.add(Order(sku=name))
+            await session.flush()
+        await first.commit()
+        await second.commit()
+    assert await world.orders() == ["first", "news", "second"]
+
+
+@at_every_level
+async def test_what_is_done_and_what_has_expired_is_told_exactly_without_a_snapshot_in_the_way(
+    world: World, level: str
+) -> None:
+    # cases E4, F3
+    for name in ("done", "expired", "done too", "expired too"):
+        await world.claimed(intent(name))
+    for name in ("expired", "expired too"):
+        await world.expire(intent(name))
+    async with await read_first(world, level) as session, asyncio.timeout(SOON):
+        assert await world.claim_in(session, "done") is DuplicateError
+        assert await world.claim_in(session, "expired") is Claim
+        ids = ["done", "done too", "expired too", "new"]
+        async with world.dedup.claim_many(ids, scope="tests", session=session) as batch:
+            assert batch.duplicates == ("done", "done too")
+            assert batch.new == ("expired too", "new")
+        await session.commit()
+    assert await world.count() == 5
 
 
 @at_every_level
