@@ -12,7 +12,7 @@ What is weaker than in a session: who commits in the middle of the handler, afte
 commits without the claim, and is told so only afterwards. And where a block of `dedup.claim` ends before the
 COMMIT, nobody hears of it: waiters of this process look by themselves, and no event says "committed".
 
-No driver is imported here.
+No driver is imported before a connection of its own is there.
 """
 
 from __future__ import annotations
@@ -151,7 +151,10 @@ class _Psycopg:
         return not self._connection.closed and self._connection.info.transaction_status != idle
 
     async def fetch(self, sql: str, values: Any) -> _Rows:
-        async with self._connection.cursor(row_factory=_named) as cursor:
+        from psycopg import AsyncCursor  # noqa: PLC0415 - there, where such a connection is
+
+        # the app's cursor_factory may want other placeholders
+        async with AsyncCursor(self._connection, row_factory=_named) as cursor:
             await cursor.execute(sql, values)
             return _Rows(await cursor.fetchall() if cursor.description else [], cursor.rowcount)
 
@@ -246,8 +249,7 @@ class DriverConnection:
 
 def _number(connection: Connection) -> int | None:
     """Return the number of the transaction that is open; None while it has written nothing."""
-    number: int | None = connection.exec_driver_sql(_NUMBER).scalar_one()
-    return number
+    return cast("int | None", connection.exec_driver_sql(_NUMBER).scalar_one())
 
 
 @dataclass(slots=True, eq=False)

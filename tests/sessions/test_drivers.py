@@ -91,6 +91,17 @@ async def test_a_block_of_psycopgs_in_autocommit_mode_is_a_transaction(postgres:
 # What is refused
 
 
+async def test_a_claim_does_without_the_cursors_of_the_app(postgres: World) -> None:
+    async with (
+        await psycopg.AsyncConnection.connect(
+            plain(postgres), cursor_factory=psycopg.AsyncRawCursor
+        ) as connection,
+        postgres.dedup.claim("news", scope="tests", session=connection),
+    ):
+        await connection.execute("insert into orders (sku) values ($1)", ["news"])
+    assert (await postgres.orders(), await postgres.ids()) == (["news"], ["news"])
+
+
 async def test_an_asyncpg_connection_outside_of_a_transaction_is_refused(postgres: World) -> None:
     connection = await asyncpg.connect(plain(postgres))
     with pytest.raises(ConfigurationError, match=r"async with connection\.transaction\(\)"):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-from fastapi_dedup import Claim, ClaimInFlightError, DedupError, DuplicateError
+from fastapi_dedup import Claim, ClaimInFlightError, ConfigurationError, DedupError, DuplicateError
 from fastapi_dedup.claims import Duplicate
 from tests.databases import engine_on
 from tests.stores.worlds import HOUR, SOON, Order, World, intent, until
@@ -312,6 +312,21 @@ async def test_a_session_on_another_database_is_refused_before_anything_is_writt
         assert (await session.scalars(text("select name from sqlite_master"))).all() == []
     await engine.dispose()
     assert await world.rows() == []
+
+
+@pytest.mark.parametrize("lease", [None, HOUR])
+async def test_a_session_that_takes_no_statement_yet_is_told_as_such(
+    world: World, lease: timedelta | None
+) -> None:
+    claim = partial(world.dedup.claim, "news", scope="tests", lease=lease)
+    async with world.session(autobegin=False) as session:
+        if lease is None:  # else the handler may begin, and the COMMIT completes the claim
+            with pytest.raises(ConfigurationError, match=r"begin\(\)"):
+                async with claim(session=session):
+                    raise AssertionError
+        async with session.begin(), claim(session=session):
+            await work(session)
+    assert await world.orders() == ["news"]
 
 
 async def test_a_failed_statement_that_the_handler_swallows_never_makes_a_success_without_a_claim(
