@@ -151,9 +151,8 @@ class _Psycopg:
         return not self._connection.closed and self._connection.info.transaction_status != idle
 
     async def fetch(self, sql: str, values: Any) -> _Rows:
-        from psycopg import AsyncCursor  # noqa: PLC0415 - there, where such a connection is
+        from psycopg import AsyncCursor  # noqa: PLC0415 - the app's cursor_factory may want other placeholders
 
-        # the app's cursor_factory may want other placeholders
         async with AsyncCursor(self._connection, row_factory=_named) as cursor:
             await cursor.execute(sql, values)
             return _Rows(await cursor.fetchall() if cursor.description else [], cursor.rowcount)
@@ -358,8 +357,7 @@ class DriverTransaction(RidingTransaction):
             await self.run(work)
             self._number = await self._run(_number)
         except StoreUnavailableError as error:
-            cause = error.__cause__
-            if getattr(getattr(cause, "orig", cause), "sqlstate", None) != ABORTED:
+            if getattr(getattr(error.__cause__, "orig", error.__cause__), "sqlstate", None) != ABORTED:
                 raise
             raise ClaimLostError(ROLLED_BACK_BY_THE_DATABASE) from error
 
