@@ -210,11 +210,9 @@ class PostgreSQL:
 
     def _claim_on_snapshot(self, connection: Connection, values: dict[str, Any]) -> Row[Any] | None:
         row = self._on_snapshot(connection, self._claim, values | {"any_snapshot": True})
-        if (
-            row is not None and row.taken_at is None and row.found_at is None
-        ):  # under SERIALIZABLE: not read yet
-            return self._claim.run(connection, values | {"reads": True}).one()
-        return row
+        if row is None or row.taken_at is not None or row.found_at is not None:
+            return row
+        return self._claim.run(connection, values | {"reads": True}).one()  # its INSERT has met a row
 
     def _on_snapshot(
         self, connection: Connection, statement: _Statement, values: dict[str, Any]
