@@ -140,6 +140,23 @@ async def test_a_release_waits_for_a_borrowed_transaction_that_outlives_the_deli
     assert "release news 1" in scene.journal
 
 
+async def test_a_release_that_finds_the_next_transaction_open_waits_for_its_end_too(scene: Scene) -> None:
+    delivery = scene.delivery()
+    borrowed = scene.transaction(ours=False)
+    await delivery.claim(intent(), borrowed)
+    borrowed.end(Fate.COMMITTED)
+    borrowed.idle = False  # the app goes on with the session
+    await delivery.fail()
+    await delivery.finish()
+    borrowed.end(Fate.COMMITTED)
+    borrowed.idle = False  # and on, before anybody could release
+    await scene.flights.drain()
+    assert "release news 1" not in scene.journal
+    borrowed.end(Fate.COMMITTED)
+    await scene.flights.drain()
+    assert scene.journal[-1] == "release news 1"
+
+
 async def test_a_claim_committed_by_success_is_never_released(scene: Scene) -> None:
     # case E2: whatever comes after COMMIT, the work is done
     delivery = scene.delivery()

@@ -184,6 +184,22 @@ async def test_for_another_process_only_the_first_looks_again_and_again() -> Non
     await asyncio.gather(*line.tasks)
 
 
+async def test_the_pauses_between_looks_for_another_process_grow_up_to_half_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("fastapi_dedup.flights.asyncio.sleep", sleep)
+    monkeypatch.setattr("fastapi_dedup.flights.random.uniform", lambda *_: 1.0)
+    with Flights().line(intent()) as place:
+        for _ in range(8):
+            assert await place.turn(at_most=60)
+    assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5]
+
+
 @pytest.mark.parametrize("how", ["its time is up", "it is cancelled"])
 async def test_when_the_first_leaves_without_an_outcome_the_next_takes_its_place(how: str) -> None:
     flights = Flights()
@@ -238,6 +254,7 @@ async def test_who_waits_for_an_owner_that_is_lost_looks(where: str) -> None:
     if where == "here":
         owner.clear()
     else:
+        asyncio.get_running_loop().set_debug(True)  # which refuses what is not to be done in a thread
         await asyncio.to_thread(owner.clear)
     gc.collect()
     await line.looked(1)

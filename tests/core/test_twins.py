@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
-from fastapi_dedup.claims import Claim, Duplicate, InFlight, Mismatch
-from tests.core.doubles import DONE, UNDER_WAY, Scene, intent
+from fastapi_dedup.claims import Claim, Duplicate, InFlight, Lease, Mismatch
+from tests.core.doubles import DONE, HOUR, UNDER_WAY, Scene, intent
 
 
 @pytest.fixture
@@ -118,6 +119,32 @@ async def test_who_waits_for_another_process_looks_again_and_again(scene: Scene)
     async with asyncio.timeout(5):
         assert await waiting(scene) == DONE
     assert scene.journal == ["claim news", *["step aside", "claim news"] * 3]
+
+
+async def test_work_that_was_abandoned_is_told_at_once_to_who_would_wait_for_it(scene: Scene) -> None:
+    scene.store.answers = [InFlight(abandoned=True)]
+    assert await waiting(scene) == InFlight(abandoned=True)
+    assert scene.journal == ["claim news"]
+
+
+async def test_who_would_wait_asks_the_store_while_a_neighbour_only_asks_it(scene: Scene) -> None:
+    # which says nothing about the id yet: its work may be done
+    first, second = scene.delivery(), scene.delivery()
+    second.own.may_step_aside = False
+    scene.store.answers = [DONE, DONE]
+    asking = asyncio.create_task(first.claim(intent(), first.own))
+    await asyncio.sleep(0)
+    assert await second.claim(intent(), second.own, wait=HOUR) == DONE
+    await asking
+
+
+async def test_who_would_wait_for_a_lease_asks_the_store_though_a_neighbour_holds_it(scene: Scene) -> None:
+    # the neighbour may have lost it to another process, which has done the work
+    leased = replace(intent(), lease=Lease(HOUR))
+    first, second = scene.delivery(), scene.delivery()
+    await first.claim(leased, first.own)
+    scene.store.answers = [DONE]
+    assert await second.claim(leased, second.own, wait=timedelta(seconds=1)) == DONE
 
 
 async def test_who_cannot_wait_without_a_connection_is_answered_at_once(
