@@ -181,6 +181,16 @@ async def test_a_session_that_is_never_ended_does_not_keep_the_claim_alive_for_e
     assert stage.ledger.journal.count("extend") <= 1
 
 
+async def test_a_claim_is_kept_alive_until_all_of_the_apps_own_has_unwound() -> None:
+    stage = Stage(BRIEF, idle=False)
+    await stage.claim()
+    await stage.delivery.succeed()
+    await stage.ledger.times("extend", 4)
+    stage.work.committed()
+    await stage.delivery.finish()
+    assert stage.told == ["claimed", "committed"]
+
+
 async def test_a_lease_that_another_has_taken_is_not_extended_any_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

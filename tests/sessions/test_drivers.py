@@ -27,6 +27,7 @@ from fastapi_dedup import (
 )
 from fastapi_dedup.errors import ClaimLostError
 from fastapi_dedup.guard import GenerationalGuard
+from fastapi_dedup.messaging.handler import Result
 from tests.http.world import KEY, World, client, eventually
 from tests.servers import postgres_database
 from tests.sessions.conftest import kind_on
@@ -278,6 +279,51 @@ async def test_no_success_is_told_while_nobody_can_be_asked(kind: Kind) -> None:
         # It was committed all the same, and the retry is told so.
         assert (await c.post("/orders/a", headers={KEY: "k"})).status_code == 409
     assert (await kind.world.orders(), await kind.world.ids()) == (["a"], ["k"])
+
+
+async def test_no_message_is_handled_while_nobody_can_be_asked(kind: Kind) -> None:
+    async def create(sku: str, session: Any) -> None:
+        await kind.add(session, sku)
+
+    def refuse(_c: object, _cursor: object, statement: str, *_: Any) -> None:
+        if "txid_status" in statement:
+            msg = "the connection broke"
+            raise OSError(msg)
+
+    create.__annotations__["session"] = kind.annotation
+    policy = Deduplicated(source=str, session=kind.dependency())
+    handle = kind.world.dedup.handler(policy)(create)
+    engine = kind.world.engine.sync_engine
+    event.listen(engine, "before_cursor_execute", refuse)
+    with pytest.raises(ClaimLostError):
+        await handle("a")
+    event.remove(engine, "before_cursor_execute", refuse)
+    # It was committed all the same, and is acknowledged when it comes again.
+    assert await handle("a") is Result.DUPLICATE
+    assert (await kind.world.orders(), await kind.world.ids()) == (["a"], ["a"])
+
+
+async def test_a_claim_in_memory_is_free_again_when_its_work_was_found_to_be_undone(postgres: World) -> None:
+    async with asyncpg.create_pool(plain(postgres), min_size=1, max_size=1) as pool:
+
+        async def get_connection() -> AsyncIterator[Any]:
+            async with pool.acquire() as connection:
+                transaction = connection.transaction()
+                await transaction.start()
+                yield connection
+                await transaction.rollback()
+
+        app, runs = postgres.app(), []
+        policy = Deduplicated(store="memory", session=get_connection)
+
+        @app.post("/orders", dependencies=[Depends(policy)])
+        async def create(connection: Annotated[Any, Depends(get_connection)]) -> None:
+            runs.append(await connection.execute("insert into orders (sku) values ('tea')"))
+
+        async with client(app) as c:
+            for _ in range(2):
+                assert (await c.post("/orders", headers={KEY: "k"})).status_code == 500
+    assert (len(runs), await postgres.orders()) == (2, [])
 
 
 async def test_a_guard_in_front_remembers_what_was_found_to_be_committed(kind: Kind) -> None:

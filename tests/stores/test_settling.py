@@ -411,12 +411,15 @@ async def test_a_statement_that_fails_in_a_savepoint_of_its_own_spoils_nothing(
 async def test_work_that_the_handler_commits_itself_after_a_rollback_is_claimed_with_it(
     world: World, owner: str
 ) -> None:
+    told: list[str] = []
+    world.dedup = world.runtime(hooks=[lambda event: told.append(event.kind.value)])
     async with claiming(world, owner) as session:
         await work(session, "first try")
         await session.rollback()
         await work(session)
         await session.commit()
         assert (await world.orders(), await world.count()) == (["news"], 1)
+    assert told == ["claimed", "released", "committed"]
     assert isinstance(await world.run(NEWS), Duplicate)
 
 
