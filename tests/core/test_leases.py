@@ -238,6 +238,20 @@ async def test_a_transaction_that_cannot_complete_the_claim_is_followed_by_one_t
     assert stage.told == ["claimed", "committed"]
 
 
+async def test_what_was_committed_without_its_claim_is_done_though_the_store_goes_down(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stage = Stage(BRIEF, idle=False)
+    stage.ledger.answers["complete_in"] = None
+    stage.ledger.fails["complete"] = [DOWN]
+    async with settled(stage.delivery):
+        await stage.claim()
+        stage.work.committed()
+    assert stage.told == ["claimed", "committed"]
+    assert "is done, and its claim could not be completed" in caplog.text
+    await stage.ledger.times("complete", 2)
+
+
 async def test_the_commit_of_a_late_owner_fails_before_anything_is_durable() -> None:
     stage = Stage(idle=False)
     stage.ledger.answers["complete_in"] = False

@@ -355,7 +355,10 @@ async def test_a_handler_may_be_a_method_that_is_decorated_in_its_class(
     consumer = Consumer("pot")
     assert [await consumer.on_order(TEA), await Consumer("cup").on_order(TEA)] == [HANDLED, DUPLICATE]
     assert [await consumer.on_ping(order) for order in (TEA, {"sku": "cocoa"})] == [HANDLED, HANDLED]
-    assert await world.orders() == ["teapot"]
+    bound, _ = consumer.on_order, Consumer("cup").on_order
+    assert await bound({"sku": "coffee"}) is HANDLED
+    assert await Consumer("cup").on_order({"sku": "cocoa"}) is HANDLED
+    assert sorted(await world.orders()) == ["cocoacup", "coffeepot", "teapot"]
     assert caplog.text.count("never uses") == 1  # and not as often as it is bound
 
 
@@ -539,14 +542,22 @@ async def test_a_handler_that_no_policy_holds_for_says_so_at_its_first_message(w
     assert await on_order(TEA) is HANDLED
 
 
-async def test_a_required_policy_that_messages_cannot_keep_says_so_at_the_first_message(world: World) -> None:
-    world.dedup.require(lambda _: True, Deduplicated("path", "sku"))
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [(Deduplicated("path", "sku"), "a message has no path"), (Deduplicated(scope=Depends(dict)), "for HTTP")],
+    ids=["a path", "a dependency as scope"],
+)
+async def test_a_required_policy_that_messages_cannot_keep_says_so_at_the_first_message(
+    world: World, policy: Deduplicated, message: str
+) -> None:
+    world.dedup.require(lambda _: True, policy)
 
     @world.dedup.handler()
-    async def on_order(message: dict[str, str]) -> None: ...
+    async def on_order(message: Any) -> None:
+        pytest.fail("it must not run")
 
-    with pytest.raises(ConfigurationError, match="a message has no path"):
-        await on_order(TEA)
+    with pytest.raises(ConfigurationError, match=message):
+        await on_order(Envelope(TEA, {"deduplication-id": "1"}))
 
 
 # What is refused where the handler is made
