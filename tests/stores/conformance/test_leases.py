@@ -369,7 +369,10 @@ async def test_a_failed_statement_that_the_handler_hides_is_no_success(world: Wo
     await until(released)  # when the session has let go of the row
 
 
-async def test_work_that_the_database_has_undone_is_not_done_and_runs_again(world: World) -> None:
+@pytest.mark.parametrize("fails_again", [False, True])
+async def test_work_that_the_database_has_undone_is_not_done_and_runs_again(
+    world: World, fails_again: bool
+) -> None:
     # A deadlock's victim on MariaDB, ON CONFLICT ROLLBACK on SQLite: the next statement begins a new
     # transaction, and its COMMIT succeeds.
     async with world.session() as session:
@@ -379,6 +382,9 @@ async def test_work_that_the_database_has_undone_is_not_done_and_runs_again(worl
                 await world.undo(session)
                 with suppress(DBAPIError):
                     await session.execute(text("insert into orders (sku) values ('the rest')"))
+                if fails_again:  # which undoes itself only
+                    with pytest.raises(DBAPIError):
+                        await session.execute(text("select nothing"))
                 await session.commit()
 
     async def released() -> bool:
