@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,6 +313,17 @@ async def test_a_release_that_fails_leaves_the_lease_to_run_out(caplog: pytest.L
     assert not stage.scene.is_in_flight(stage.intent)
 
 
+async def test_what_the_app_commits_after_a_failure_completes_nothing() -> None:
+    stage = Stage(idle=False)
+    with pytest.raises(ZeroDivisionError):
+        async with settled(stage.delivery):
+            await stage.claim()
+            raise ZeroDivisionError
+    stage.work.committed()
+    await stage.scene.flights.drain()
+    assert stage.ledger.journal == ["take", "release"]
+
+
 async def test_a_release_waits_for_the_transaction_that_may_have_the_row_locked() -> None:
     stage = Stage(idle=False)
     with pytest.raises(ZeroDivisionError):
@@ -412,6 +425,23 @@ async def test_a_commit_without_an_answer_is_refused_when_nobody_knows_whose_the
             await stage.claim()
             stage.work.committed()
     assert "complete" not in stage.ledger.journal
+
+
+@pytest.mark.parametrize(("minutes", "goes_on"), [(39, True), (40, False)])
+async def test_a_lease_is_sure_to_last_for_as_long_as_it_leaves_a_commit_its_time(
+    minutes: int, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("fastapi_dedup.leases.time", SimpleNamespace(monotonic=lambda: now))
+    stage = Stage(Lease(HOUR), idle=False, apart=True)
+    stage.ledger.fails["complete_in"] = [DOWN]
+    async with settled(stage.delivery):
+        await stage.claim()
+        now = 60.0 * minutes
+        with nullcontext() if goes_on else pytest.raises(StoreUnavailableError):
+            stage.work.committed()
+        if not goes_on:
+            stage.work.committed()  # the store is back
 
 
 @pytest.mark.parametrize("works_in_a_transaction", [True, False])

@@ -20,6 +20,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from fastapi_dedup import Claim, ConfigurationError, Dedup, StoreUnavailableError
 from fastapi_dedup.claims import Duplicate, InFlight, Lease
+from fastapi_dedup.stores import undone as undone_by
 from fastapi_dedup.stores.codes import Kind, kind
 from fastapi_dedup.stores.dialects.generic import Generic
 from fastapi_dedup.stores.sql import SqlStore
@@ -225,6 +226,19 @@ def test_a_driver_without_codes_is_believed_by_its_class() -> None:
 
     assert kind(IntegrityError("", None, Error("?"))) is Kind.INTEGRITY
     assert kind(DBAPIError("", None, Error("duplicate key"))) is None
+
+
+@pytest.mark.parametrize(("state", "undone"), [("40001", True), ("40P01", True), ("23000", False), ("", False)])
+def test_an_error_of_the_class_of_rollbacks_has_undone_the_transaction(state: str, undone: bool) -> None:
+    class Error(Exception):
+        """As ODBC's drivers raise it."""
+
+    connection: Any = SimpleNamespace(invalidated=False, info={}, dialect=SimpleNamespace(name="mssql"))
+    error = DBAPIError("", None, Error(state, "?"))
+    context: Any = SimpleNamespace(connection=connection, sqlalchemy_exception=error)
+    undone_by._note(context)
+    assert undone_by.has_failed(connection)
+    assert undone_by.is_undone(connection) is undone
 
 
 # A database that is not known

@@ -7,9 +7,10 @@ from datetime import timedelta
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from fastapi_dedup import ClaimInFlightError, Dedup, DuplicateError
-from fastapi_dedup.claims import Claim, Duplicate
+from fastapi_dedup.claims import Claim, Duplicate, InFlight
 from tests.databases import engine_on
 from tests.stores.promises import Promise
 from tests.stores.worlds import SOON, Order, World, intent
@@ -103,3 +104,51 @@ async def test_who_waits_in_a_session_that_was_used_before_is_answered_at_once(
                 raise AssertionError
         assert "cannot wait" in caplog.text
         await first.delivery.fail()
+
+
+async def test_what_a_session_has_done_before_is_not_given_up_to_wait(world: World) -> None:
+    hour = timedelta(hours=1)
+    async with (
+        world.runtime().claim("news", scope="tests", lease=hour),  # for everyone to see, in every store
+        world.session() as session,
+        asyncio.timeout(SOON),
+    ):
+        await session.execute(text("insert into orders (sku) values ('before')"))
+        with pytest.raises(ClaimInFlightError):
+            async with world.dedup.claim(
+                "news", scope="tests", session=session, in_flight="wait", wait_timeout=hour
+            ):
+                raise AssertionError
+        await session.commit()
+    assert await world.orders() == ["before"]
+
+
+async def test_what_a_session_has_loaded_is_not_expired_to_wait(world: World) -> None:
+    hour = timedelta(hours=1)
+    order = Order(sku="before")
+    async with (
+        world.runtime().claim("news", scope="tests", lease=hour),
+        AsyncSession(world.dedup.engine, expire_on_commit=False) as session,
+        asyncio.timeout(SOON),
+    ):
+        session.add(order)
+        await session.commit()
+        with pytest.raises(ClaimInFlightError):
+            async with world.dedup.claim(
+                "news", scope="tests", session=session, in_flight="wait", wait_timeout=hour
+            ):
+                raise AssertionError
+        assert order.sku == "before"
+
+
+async def test_a_claim_that_a_delivery_has_is_not_given_up_to_wait_for_another(world: World) -> None:
+    flight = world.dedup._flights.overtake(intent("other"))
+    flight.held = True  # by a neighbour
+    async with world.attempt() as attempt, asyncio.timeout(SOON):
+        await attempt.claim(NEWS)
+        outcome = await attempt.delivery.claim(
+            intent("other"), attempt.transaction, wait=timedelta(seconds=SOON / 4)
+        )
+        assert outcome == InFlight()
+        assert await attempt.session.scalar(text("select count(*) from dedup_claims")) == 1
+        await attempt.delivery.fail()

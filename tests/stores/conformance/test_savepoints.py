@@ -64,6 +64,18 @@ async def test_a_claim_in_a_released_savepoint_shares_the_fate_of_the_transactio
         assert await world.count() == kept, ending
 
 
+@pytest.mark.parametrize("ending", ["rollback", "commit"])
+async def test_the_release_of_a_savepoint_tells_nobody_of_a_commit(world: World, ending: str) -> None:
+    told: list[str] = []
+    world.dedup = world.runtime(hooks=[lambda event: told.append(event.kind.value)])
+    async with world.session() as session:
+        async with session.begin_nested(), world.dedup.claim("news", scope="tests", session=session):
+            session.add(Order(sku="news"))
+        assert told == ["claimed"]
+        await getattr(session, ending)()
+    assert told == ["claimed", "committed" if ending == "commit" else "released"]
+
+
 async def test_a_savepoint_inside_the_claims_block_does_not_touch_the_claim(world: World) -> None:
     # case F7
     async with world.dedup.claim("news", scope="tests") as claim:
