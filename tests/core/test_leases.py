@@ -313,6 +313,20 @@ async def test_a_release_that_fails_leaves_the_lease_to_run_out(caplog: pytest.L
     assert not stage.scene.is_in_flight(stage.intent)
 
 
+async def test_a_commit_that_fails_has_not_completed_the_claim_in_it() -> None:
+    stage = Stage(idle=False)
+    with pytest.raises(ZeroDivisionError):
+        async with settled(stage.delivery):
+            await stage.claim()
+            assert stage.work.joined is not None
+            before_commit, _ = stage.work.joined
+            before_commit(stage.work)
+            stage.work.rolled_back()
+            raise ZeroDivisionError
+    assert stage.ledger.journal == ["take", "complete_in", "release"]
+    assert stage.told == ["claimed", "released"]
+
+
 async def test_what_the_app_commits_after_a_failure_completes_nothing() -> None:
     stage = Stage(idle=False)
     with pytest.raises(ZeroDivisionError):

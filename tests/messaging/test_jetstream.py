@@ -14,7 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from fastapi_dedup import Claim, ConfigurationError, Deduplicated, InvalidLogicalIdError
 from fastapi_dedup.hooks import EventKind
-from fastapi_dedup.messaging.nats import consumer, stamped
+from fastapi_dedup.messaging.envelope import Envelope
+from fastapi_dedup.messaging.nats import _heartbeats, consumer, stamped
 from tests.http.world import World
 from tests.live import until
 from tests.messaging.brokers import SOON, JetStream
@@ -136,6 +137,27 @@ async def test_a_handler_may_take_longer_than_the_servers_patience(
     await until_heard(world, EventKind.COMMITTED)
     assert await jetstream.drained(topic)
     assert [event.kind for event in world.events] == [EventKind.CLAIMED, EventKind.COMMITTED]
+
+
+async def test_heartbeats_outlast_a_lost_connection_and_end_with_the_handling() -> None:
+    heard_of: list[str] = []
+
+    class Message:
+        """One whose connection is lost at first."""
+
+        async def in_progress(self) -> None:
+            heard_of.append("beat")
+            if len(heard_of) == 1:
+                raise nats.errors.ConnectionClosedError
+
+    async def beats_again() -> bool:
+        return len(heard_of) > 1
+
+    async with _heartbeats(Envelope(b"", message=Message()), 0.001):
+        await until(beats_again)
+    before = len(heard_of)
+    await asyncio.sleep(0.02)
+    assert len(heard_of) == before
 
 
 async def test_a_copy_that_waits_sends_heartbeats_too(jetstream: JetStream, world: World) -> None:
