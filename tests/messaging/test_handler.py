@@ -553,7 +553,7 @@ async def test_a_required_policy_that_messages_cannot_keep_says_so_at_the_first_
     world.dedup.require(lambda _: True, policy)
 
     @world.dedup.handler()
-    async def on_order(message: Any) -> None:
+    async def on_order(_: Any) -> None:
         pytest.fail("it must not run")
 
     with pytest.raises(ConfigurationError, match=message):

@@ -196,6 +196,18 @@ async def test_another_unique_key_of_our_own_table_is_no_duplicate(world: World)
     assert isinstance(await world.run(NEWS), Duplicate)
 
 
+async def test_an_expired_claim_that_cannot_be_taken_over_is_not_called_in_flight(world: World) -> None:
+    # case G9
+    payload = b"1" * 32
+    await world.execute("create unique index one_per_payload on dedup_claims (fingerprint)")
+    await world.claimed(intent("other", fingerprint=payload))
+    await world.claimed(NEWS)
+    await world.expire(NEWS)
+    with pytest.raises(StoreUnavailableError) as raised:
+        await world.run(intent("news", fingerprint=payload))
+    assert isinstance(raised.value.__cause__, IntegrityError)
+
+
 @pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
 async def test_a_claim_after_a_failed_statement_is_told_why_it_is_refused(world: World, many: bool) -> None:
     refused = pytest.raises(
