@@ -26,7 +26,7 @@ from fastapi_dedup import (
     Dedup,
     DuplicateError,
 )
-from fastapi_dedup.claims import Claimed, Duplicate, InFlight, Lease
+from fastapi_dedup.claims import Claimed, Duplicate, InFlight, Lease, Receipt
 from fastapi_dedup.refusals import Refusal
 from tests.databases import engine_on
 from tests.stores.promises import LEASING, Backend, Promise
@@ -57,10 +57,11 @@ async def write(session: AsyncSession, sku: str = "news") -> None:
     await session.flush()
 
 
-async def abandon(world: World, lease: Lease) -> None:
+async def abandon(world: World, lease: Lease) -> Receipt:
     """Claim, and die: no heartbeat, no release."""
     outcome = await world.leases().take(intent("news", lease=lease))
     assert isinstance(outcome, Claimed)
+    return outcome.receipt
 
 
 # while the handler works
@@ -544,13 +545,26 @@ async def test_effects_that_must_not_repeat_keep_the_id_until_an_operator_decide
     await timed.claimed(NEWS)
 
 
-async def test_effects_that_must_not_repeat_keep_the_id_for_its_window(timed: World) -> None:
+@pytest.mark.parametrize("beats", [0, 1])
+async def test_effects_that_must_not_repeat_keep_the_id_for_its_window(timed: World, beats: int) -> None:
     await timed.at(NOON)
-    await abandon(timed, Lease(MINUTE, "block"))
+    lease = Lease(MINUTE, "block")
+    receipt = await abandon(timed, lease)
+    for _ in range(beats):
+        await timed.at(NOON + MINUTE / 2)
+        assert await timed.leases().extend(intent("news", lease=lease), receipt)
     await timed.at(NOON + HOUR - timed.backend.tick)
     assert await timed.run(NEWS) == InFlight(abandoned=True)
     await timed.at(NOON + HOUR)
     await timed.claimed(NEWS)
+
+
+async def test_a_heartbeat_that_comes_after_the_end_leaves_the_claim_done(world: World) -> None:
+    receipt = await abandon(world, Lease(HOUR))
+    wanted = intent("news", lease=Lease(HOUR))
+    assert await world.leases().complete(wanted, receipt)
+    assert not await world.leases().extend(wanted, receipt)
+    assert isinstance(await world.run(NEWS), Duplicate)
 
 
 async def test_a_handler_that_raised_frees_its_id_though_effects_must_not_repeat(world: World) -> None:
