@@ -289,6 +289,19 @@ async def test_a_policy_may_count_client_errors_as_done(world: World) -> None:
     assert await world.orders() == ["odd", "fine"]
 
 
+async def test_what_one_of_two_policies_takes_for_a_failure_frees_both_ids(world: World) -> None:
+    app = world.app()
+    tolerant, strict = Deduplicated(failed=lambda _: False), Deduplicated("path", "sku")
+
+    @app.post("/orders/{sku}", status_code=404, dependencies=[Depends(tolerant), Depends(strict)])
+    async def create(sku: str, session: RequestSession) -> None:
+        await add(session, sku)
+
+    async with client(app) as c:
+        assert (await c.post("/orders/a", headers={KEY: "k"})).status_code == 404
+    assert (await world.orders(), await world.ids()) == ([], [])
+
+
 async def test_an_exception_is_a_failure_whatever_its_status(world: World) -> None:
     # DESIGN.md §4.3: `failed` judges *returned* statuses; an HTTPException always means that the try failed.
     app = world.app()

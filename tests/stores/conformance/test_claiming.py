@@ -116,6 +116,21 @@ async def test_duplicates_of_finished_work_never_wait_for_the_writer_of_another_
         assert isinstance(await world.run(NEWS, world.runtime()), Duplicate)
 
 
+async def test_the_same_id_in_another_table_is_another_id(world: World) -> None:
+    if Promise.WRITES_SIDE_BY_SIDE not in world.backend:
+        return  # who is second waits for the file's one writer, whichever table it writes to
+    other = world.runtime(table="other_claims")
+    await other.create_table()
+    try:
+        async with world.attempt() as first, world.attempt(other) as second, asyncio.timeout(SOON):
+            assert isinstance(await first.claim(NEWS), Claim)
+            assert isinstance(await second.claim(NEWS), Claim)
+            await first.delivery.fail()
+            await second.delivery.fail()
+    finally:
+        await world.execute("drop table other_claims")
+
+
 async def test_a_rollback_frees_the_id_at_once(world: World) -> None:
     async with world.attempt() as first:
         await first.claim(NEWS)
