@@ -94,8 +94,12 @@ async def test_a_commit_that_fails_is_never_told_as_a_success(strict: World, kin
     assert await strict.ids() == ["k"]
 
 
-@pytest.mark.parametrize("kind", SESSIONS)
-async def test_a_failed_commit_reaches_the_server_as_the_database_raised_it(strict: World, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "handled"), [*((kind, False) for kind in SESSIONS), ("RequestSession", True)]
+)
+async def test_a_failed_commit_reaches_the_server_as_the_database_raised_it(
+    strict: World, kind: str, handled: bool
+) -> None:
     # DESIGN.md §4.8: the app's constraint errors stay the app's.
     async def ignore(_: Message) -> None:
         pass
@@ -104,6 +108,12 @@ async def test_a_failed_commit_reaches_the_server_as_the_database_raised_it(stri
         return {"type": "http.request", "body": b"", "more_body": False}
 
     app = app_of(strict, kind)
+    if handled:  # then Starlette raises a RuntimeError of its own instead
+
+        @app.exception_handler(IntegrityError)
+        async def handle(_: Request, __: Exception) -> Response:
+            return JSONResponse({"mine": True}, 409)
+
     headers = [(b"idempotency-key", b"k")]
     scope = {"type": "http", "method": "POST", "path": "/lines/1", "headers": headers, "query_string": b""}
     async with client(app):

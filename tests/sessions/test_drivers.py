@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import asyncpg
 import psycopg
 import psycopg_pool
 import pytest
-from fastapi import Depends
+from fastapi import Depends, HTTPException
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -279,6 +280,18 @@ async def test_no_success_is_told_while_nobody_can_be_asked(kind: Kind) -> None:
         # It was committed all the same, and the retry is told so.
         assert (await c.post("/orders/a", headers={KEY: "k"})).status_code == 409
     assert (await kind.world.orders(), await kind.world.ids()) == (["a"], ["k"])
+
+
+async def test_what_a_handler_raises_is_not_masked_by_the_state_of_its_transaction(kind: Kind) -> None:
+    async def create(session: Any, sku: str) -> None:
+        await kind.add(session, sku)
+        with suppress(asyncpg.PostgresError, psycopg.Error):
+            await session.execute("select nothing")
+        raise HTTPException(422)
+
+    async with client(Shop(kind, "async def").app(create)) as c:
+        assert (await c.post("/orders/a", headers={KEY: "k"})).status_code == 422
+    assert (await kind.world.orders(), await kind.world.ids()) == ([], [])
 
 
 async def test_no_message_is_handled_while_nobody_can_be_asked(kind: Kind) -> None:
