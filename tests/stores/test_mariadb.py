@@ -186,6 +186,16 @@ async def test_a_connection_that_goes_on_after_its_commit_keeps_no_id_from_other
         assert await connection.scalar(text("select release_all_locks()")) == 0
 
 
+@on_mariadb
+async def test_a_connection_that_rests_after_its_rollback_keeps_no_id_from_others(world: World) -> None:
+    elsewhere = world.runtime()
+    async with world.dedup.engine.connect() as connection:
+        async with world.dedup.claim("news", scope="tests", session=connection):
+            pass
+        await connection.rollback()
+        assert isinstance(await world.run(NEWS, elsewhere), Claim)
+
+
 async def wait_in_vain(world: World, session: AsyncSession) -> None:
     """Have a session's statement wait for another's lock for too long, and take no notice."""
     await world.execute("insert into orders (id, sku) values (-1, 'there')")
