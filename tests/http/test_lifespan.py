@@ -162,6 +162,21 @@ async def test_without_a_lifespan_the_first_request_starts_the_runtime(
     assert [each[:46] for each in warnings] == ["no lifespan reached DedupMiddleware, so its re"]
 
 
+async def test_without_a_lifespan_a_database_that_is_down_refuses_what_claims_and_nothing_else() -> None:
+    dedup = Dedup("postgresql+asyncpg://nobody@127.0.0.1:1/nowhere", create_table=True)
+    app = FastAPI()
+    app.add_middleware(DedupMiddleware, dedup=dedup)
+
+    @app.get("/ping")
+    @app.post("/orders")
+    async def answer() -> None: ...
+
+    async with talk(app) as c:
+        assert (await c.get("/ping")).status_code == 200
+        assert (await c.post("/orders", headers={KEY: "k"})).status_code == 503
+    await dedup.stop()
+
+
 async def test_an_app_that_knows_no_lifespan_is_served(sqlite: World) -> None:
     # case B2
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,8 +11,9 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import StreamingResponse
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
+from starlette.types import Message, Receive, Scope, Send
 
-from fastapi_dedup import Deduplicated
+from fastapi_dedup import Deduplicated, DedupMiddleware, StoreUnavailableError
 from tests.http.world import KEY, OWN, World, add, eventually, session_of
 from tests.live import live
 
@@ -230,3 +231,25 @@ async def test_the_size_of_an_answer_decides_nothing_about_commit_first(world: W
     async with live(app) as url, httpx.AsyncClient(base_url=url) as c:
         assert (await c.post("/orders", headers={KEY: "k"})).status_code == 500
     assert (await world.orders(), await world.ids()) == ([], [])
+
+
+async def test_a_refusal_after_the_response_has_started_begins_no_other(sqlite: World) -> None:
+    async def app(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        msg = "in the middle of a stream"
+        raise StoreUnavailableError(msg)
+
+    sent: list[str] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message["type"])
+
+    async def receive() -> Message:
+        raise NotImplementedError
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    async with sqlite.dedup:
+        with pytest.raises(StoreUnavailableError):
+            await DedupMiddleware(app, sqlite.dedup, header=None)(scope, receive, send)
+    assert sent == ["http.response.start", "http.response.body"]
