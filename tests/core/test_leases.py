@@ -323,7 +323,7 @@ async def test_a_commit_that_fails_has_not_completed_the_claim_in_it() -> None:
             before_commit(stage.work)
             stage.work.rolled_back()
             raise ZeroDivisionError
-    assert stage.ledger.journal == ["take", "complete_in", "release"]
+    assert stage.ledger.journal == ["take", "complete_in", "extend", "release"]  # it asks before it releases
     assert stage.told == ["claimed", "released"]
 
 
