@@ -417,4 +417,4 @@ async def test_a_collision_that_the_snapshot_hides_costs_the_caller_nothing(worl
         await session.commit()
     assert told is not Claim
     assert failures  # the unique key has spoken, and only the store has heard it
-    assert await world.orders() == ["before", "news"]
+    assert (await world.orders(), await world.count()) == (["before", "news"], 1)
