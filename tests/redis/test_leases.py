@@ -76,6 +76,20 @@ async def test_every_client_of_redis_asyncio_will_do(url: str, prefix: str, opti
         await client.set(f"{prefix}still open", "yes")
 
 
+async def test_a_client_of_the_apps_stays_the_apps_to_close(prefix: str) -> None:
+    closed: list[str] = []
+
+    class Client(Redis):
+        async def aclose(self, close_connection_pool: bool | None = None) -> None:
+            closed.append("closed")
+            await super().aclose(close_connection_pool)
+
+    client = Client()
+    await RedisLeases(client, prefix=prefix).dispose()
+    assert closed == []
+    await client.aclose()
+
+
 async def test_a_url_will_do_too(url: str, prefix: str, leases_on: Make) -> None:
     leases = leases_on(url, prefix=prefix)
     await play(leases)
