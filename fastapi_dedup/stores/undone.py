@@ -42,7 +42,9 @@ def note_failures(engine: Engine) -> None:
     Args:
         engine: The engine. It may be noted already.
     """
-    if not event.contains(engine, "handle_error", _note):
+    # Asked of an event of the engine's own. `handle_error` is its dialect's, which may outlive it, and then a
+    # new engine at the same address would pass for the old one.
+    if not event.contains(engine, "begin", _begins):
         event.listen(engine, "handle_error", _note)
         event.listen(engine, "begin", _begins)
         if engine.dialect.name == "sqlite":
