@@ -28,12 +28,12 @@ _FAILED = "fastapi_dedup.failed"
 _OPEN = "fastapi_dedup.open"
 
 
-class _Extent(enum.Enum):
-    """How much a failed statement has undone."""
+class _Extent(enum.IntEnum):
+    """How much a failed statement has undone; of several, the one that may have undone the most counts."""
 
-    ITSELF = "only itself; or the transaction is aborted, and says so to the next statement"
-    TIMEOUT = "what innodb_rollback_on_timeout says"
-    ALL = "the whole transaction"
+    ITSELF = 1  # or the transaction is aborted, and says so to the next statement
+    TIMEOUT = 2  # what innodb_rollback_on_timeout says
+    ALL = 3
 
 
 def note_failures(engine: Engine) -> None:
@@ -79,12 +79,12 @@ def _look_whether_open(connection: Connection, *_: object) -> None:
 
 def _note(context: ExceptionContext) -> None:
     connection, error = context.connection, context.sqlalchemy_exception
-    if connection is None or connection.invalidated or connection.info.get(_FAILED) is _Extent.ALL:
+    if connection is None or connection.invalidated:
         return
     extent = _Extent.ITSELF
     if isinstance(error, exc.DBAPIError):
         extent = _EXTENTS.get(connection.dialect.name, _of_any_other)(connection, error)
-    connection.info[_FAILED] = extent
+    connection.info[_FAILED] = max(extent, connection.info.get(_FAILED, extent))
 
 
 def _of_postgresql(_: Connection, __: exc.DBAPIError) -> _Extent:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from sqlalchemy import create_engine, event, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -223,6 +223,8 @@ async def test_a_wait_for_a_lock_that_was_too_long_undoes_what_the_server_says(
             claim.session.add(Order(sku="news"))
             await claim.session.flush()
             await wait_in_vain(world, claim.session)
+            with pytest.raises(ProgrammingError):  # a later and lesser failure does not hide that
+                await claim.session.execute(text("select * from nowhere"))
     if undoes == "the statement":
         assert await world.orders() == ["news", "there"]
         assert isinstance(await world.run(NEWS), Duplicate)
