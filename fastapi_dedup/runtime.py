@@ -27,7 +27,7 @@ from fastapi_dedup.reaper import Reaper
 from fastapi_dedup.stores.backing import backing_of
 from fastapi_dedup.stores.engines import DATABASE_URL_VARIABLE
 from fastapi_dedup.stores.leases_only import no_riding
-from fastapi_dedup.stores.memory import Memories, MemoryTransaction, in_front, window_of
+from fastapi_dedup.stores.memory import Memories, MemoryTransaction, window_of
 from fastapi_dedup.tables import DEFAULT_TABLE
 
 if TYPE_CHECKING:
@@ -109,13 +109,16 @@ class Dedup(Blocks):
         if isinstance(reap_batch, bool) or not isinstance(reap_batch, int) or reap_batch < 1:
             msg = f"reap_batch must be a whole number of at least 1, not {reap_batch!r}"
             raise ConfigurationError(msg)
+        if guard is not None and not isinstance(guard, GenerationalGuard):
+            msg = f"guard= takes a GenerationalGuard(...), not {guard!r}"
+            raise ConfigurationError(msg)
         embedded = bind is None and not os.environ.get(DATABASE_URL_VARIABLE)
         self._create_table = embedded if create_table is None else create_table
         self._backing = backing_of(bind, leases, table=table, schema=schema, dialect=dialect)
         self._store = self._backing.store
         self._leased = LeasedStore(self._backing.leases)
         self._hooks = tuple(hooks)
-        self._guard = in_front(guard)
+        self._guard = guard
         self._memories = Memories(memory)
         self._required: list[tuple[Callable[[Endpoint], bool], Policy]] = []
         self.identities = Identities()

@@ -20,7 +20,7 @@ from fastapi_dedup.errors import ClaimLostError, ConfigurationError
 from fastapi_dedup.stores.engines import root_of
 from fastapi_dedup.stores.failures import store_errors
 from fastapi_dedup.stores.riding import Book, Errand, RidingTransaction, Watch, on_this_loop
-from fastapi_dedup.stores.threads import in_thread
+from fastapi_dedup.stores.threads import in_thread, must_be_blocking
 from fastapi_dedup.stores.undone import note_failures
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class _ConnectionTransaction(RidingTransaction):
 
     def before_commit(self, work: Callable[[Connection], None], decided: Callable[[Fate], None]) -> None:
         """Do work before each COMMIT, and call back at every end of a transaction."""
-        note_failures(root_of(self._sync().engine))
+        note_failures(self._sync().engine)
         self._book().charge(Errand(self, self._sync, work, on_this_loop(decided)))
 
     def _book(self) -> ConnectionBook:
@@ -337,9 +337,4 @@ class CoreConnection(_ConnectionTransaction):
         self._must_be_blocking()
 
     def _must_be_blocking(self) -> None:
-        if self._given.dialect.is_async:
-            msg = (
-                "a Connection of an asynchronous engine works in SQLAlchemy's greenlets only: give the claim "
-                "its AsyncConnection"
-            )
-            raise ConfigurationError(msg)
+        must_be_blocking(self._given, "a Connection of an asynchronous engine", "its AsyncConnection")

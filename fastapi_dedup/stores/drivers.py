@@ -126,8 +126,7 @@ class _Asyncpg:
         if _gives_rows(sql):
             rows = await self._connection.fetch(sql, *values)
             return _Rows([SimpleNamespace(**dict(row)) for row in rows], len(rows))
-        status: str = await self._connection.execute(sql, *values)
-        count = status.rpartition(" ")[2]
+        count = (await self._connection.execute(sql, *values)).rpartition(" ")[2]
         return _Rows([], int(count) if count.isdecimal() else -1)
 
 
@@ -135,7 +134,10 @@ class _Psycopg:
     """An `AsyncConnection` of psycopg's."""
 
     def __init__(self, connection: Any) -> None:
+        from psycopg import AsyncCursor  # noqa: PLC0415 - the app's cursor_factory may want other placeholders
+
         self._connection = connection
+        self._cursor = partial(AsyncCursor, connection, row_factory=_named)
         self.dialect = _psycopg()
 
     def must_be_in_a_transaction(self) -> None:
@@ -151,9 +153,7 @@ class _Psycopg:
         return not self._connection.closed and self._connection.info.transaction_status != idle
 
     async def fetch(self, sql: str, values: Any) -> _Rows:
-        from psycopg import AsyncCursor  # noqa: PLC0415 - the app's cursor_factory may want other placeholders
-
-        async with AsyncCursor(self._connection, row_factory=_named) as cursor:
+        async with self._cursor() as cursor:
             await cursor.execute(sql, values)
             return _Rows(await cursor.fetchall() if cursor.description else [], cursor.rowcount)
 

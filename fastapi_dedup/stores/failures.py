@@ -42,10 +42,10 @@ def store_errors() -> Iterator[None]:
     except exc.IdentifierError as error:
         msg = f"a name is too long for the database: {error}"
         raise ConfigurationError(msg) from error
+    except exc.PendingRollbackError as error:
+        msg = "the handler's session has failed before, and was not rolled back"
+        raise StoreUnavailableError(msg) from error
     except exc.InvalidRequestError as error:
-        if isinstance(error, exc.PendingRollbackError):
-            msg = "the handler's session has failed before, and was not rolled back"
-            raise StoreUnavailableError(msg) from error
         msg = f"the claim cannot be made in the handler's session as it is: {error}"
         raise ConfigurationError(msg) from error
     except Exception as error:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fastapi_dedup.policy import Policy
     from fastapi_dedup.store import Enclosing, Transaction
 
-__all__ = ["Memories", "MemoryStore", "MemoryTransaction", "in_front", "window_of"]
+__all__ = ["Memories", "MemoryStore", "MemoryTransaction", "window_of"]
 
 logger = logging.getLogger("fastapi_dedup")
 
@@ -201,18 +201,6 @@ class Memories:
 def _no_maker(given: object) -> ConfigurationError:
     msg = f"memory= takes a callable that makes a GenerationalGuard for each policy, and this is {given!r}"
     return ConfigurationError(msg)
-
-
-def in_front(guard: GenerationalGuard | None) -> GenerationalGuard | None:
-    """Return the guard in front of the database, or refuse what is none.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
-    if guard is not None and not isinstance(guard, GenerationalGuard):
-        msg = f"guard= takes a GenerationalGuard(...), not {guard!r}"
-        raise ConfigurationError(msg)
-    return guard
 
 
 def window_of(policy: Policy) -> timedelta | None:

@@ -10,11 +10,14 @@ from anyio import CapacityLimiter, to_thread
 from anyio.lowlevel import RunVar
 
 from fastapi_dedup.cancellation import undone_if_cancelled
+from fastapi_dedup.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-__all__ = ["entered_in_thread", "in_thread"]
+    from sqlalchemy import Connection, Engine
+
+__all__ = ["entered_in_thread", "in_thread", "must_be_blocking"]
 
 T = TypeVar("T")
 
@@ -22,6 +25,17 @@ _AT_ONCE = 40
 """As many threads may wait for a connection as anyio gives to everybody else."""
 
 _limiter: RunVar[CapacityLimiter] = RunVar("fastapi_dedup.limiter")
+
+
+def must_be_blocking(bind: Engine | Connection, given: str, instead: str) -> None:
+    """Refuse what only looks synchronous.
+
+    Raises:
+        ConfigurationError: Its engine is an asynchronous one.
+    """
+    if bind.dialect.is_async:
+        msg = f"{given} works in SQLAlchemy's greenlets only: give the claim {instead}"
+        raise ConfigurationError(msg)
 
 
 async def in_thread(work: Callable[[], T], *, connected: bool, undo: Callable[[], object] | None = None) -> T:

@@ -15,12 +15,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.orm import SessionTransaction as OrmTransaction
 
-from fastapi_dedup.errors import ConfigurationError
 from fastapi_dedup.stores.commits import commits_of, is_outermost
-from fastapi_dedup.stores.engines import root_of
 from fastapi_dedup.stores.failures import store_errors
 from fastapi_dedup.stores.riding import Book, Errand, RidingTransaction, Watch, on_this_loop
-from fastapi_dedup.stores.threads import in_thread
+from fastapi_dedup.stores.threads import in_thread, must_be_blocking
 from fastapi_dedup.stores.undone import note_failures
 
 if TYPE_CHECKING:
@@ -116,7 +114,7 @@ class SessionTransaction(RidingTransaction):
     def before_commit(self, work: Callable[[Connection], None], decided: Callable[[Fate], None]) -> None:
         """Do work before each COMMIT, and call back at every end of a transaction."""
         session = self._sync()
-        note_failures(root_of(self._home.bind_of(session).engine))
+        note_failures(self._home.bind_of(session).engine)
         errand = Errand(self, self._connection, work, on_this_loop(decided))
         session.info.setdefault(_BOOK, Book()).charge(errand)
 
@@ -235,12 +233,11 @@ class SyncSession(SessionTransaction):
         self._must_be_blocking()
 
     def _must_be_blocking(self) -> None:
-        if self._home.bind_of(self._borrowed).dialect.is_async:
-            msg = (
-                "a synchronous Session on an asynchronous engine works in SQLAlchemy's greenlets only: "
-                "give the claim its AsyncSession, or the Session an engine made with create_engine()"
-            )
-            raise ConfigurationError(msg)
+        must_be_blocking(
+            self._home.bind_of(self._borrowed),
+            "a synchronous Session on an asynchronous engine",
+            "its AsyncSession, or the Session an engine made with create_engine()",
+        )
 
     async def _let_go(self) -> None:
         await in_thread(self._borrowed.rollback, connected=True)

@@ -9,12 +9,13 @@ failed is noted, and looked at before the COMMIT.
 from __future__ import annotations
 
 import enum
-import sqlite3
 from typing import TYPE_CHECKING
 
 from sqlalchemy import event, exc
 
 from fastapi_dedup.stores.codes import number_of, sqlstate
+from fastapi_dedup.stores.dialects.sqlite import is_open
+from fastapi_dedup.stores.engines import root_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,8 +41,9 @@ def note_failures(engine: Engine) -> None:
     """Note on each connection of an engine that a statement failed, and what it undid, until the next BEGIN.
 
     Args:
-        engine: The engine. It may be noted already.
+        engine: The engine, or one that was made of it. It may be noted already.
     """
+    engine = root_of(engine)
     # Asked of an event of the engine's own. `handle_error` is its dialect's, which may outlive it, and then a
     # new engine at the same address would pass for the old one.
     if not event.contains(engine, "begin", _begins):
@@ -74,7 +76,7 @@ def _begins(connection: Connection) -> None:
 
 
 def _look_whether_open(connection: Connection, *_: object) -> None:
-    connection.info[_OPEN] = _is_open(connection)
+    connection.info[_OPEN] = is_open(connection)
 
 
 def _note(context: ExceptionContext) -> None:
@@ -107,7 +109,7 @@ def _of_mysql(_: Connection, error: exc.DBAPIError) -> _Extent:
 
 def _of_sqlite(connection: Connection, _: exc.DBAPIError) -> _Extent:
     """Look whether a transaction is gone that was open before: what may do that is no fixed list."""
-    gone = connection.info.get(_OPEN) and not _is_open(connection)
+    gone = connection.info.get(_OPEN) and not is_open(connection)
     return _Extent.ALL if gone else _Extent.ITSELF
 
 
@@ -124,10 +126,3 @@ _EXTENTS: dict[str, Callable[[Connection, exc.DBAPIError], _Extent]] = {
     "postgresql": _of_postgresql,
     "sqlite": _of_sqlite,
 }
-
-
-def _is_open(connection: Connection) -> bool:
-    try:
-        return bool(connection.connection.driver_connection.in_transaction)  # type: ignore[union-attr]  # both drivers have it
-    except (ValueError, sqlite3.ProgrammingError):  # it is closed
-        return False

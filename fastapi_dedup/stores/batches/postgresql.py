@@ -16,7 +16,13 @@ from fastapi_dedup.claims import Claimed, InFlight, scope_text
 from fastapi_dedup.errors import StoreUnavailableError
 from fastapi_dedup.stores.batches.one_by_one import OneByOne
 from fastapi_dedup.stores.codes import sqlstate
-from fastapi_dedup.stores.dialects.postgresql import LOOKS, SERIALIZATION_FAILURE, answer_of, receipt_of
+from fastapi_dedup.stores.dialects.postgresql import (
+    LOOKS,
+    MAY_READ,
+    SERIALIZATION_FAILURE,
+    answer_of,
+    receipt_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -61,7 +67,7 @@ SELECT attempt.key, attempt.free, attempt.fresh, attempt.at,
   LEFT JOIN LATERAL (
     SELECT claimed_at, expires_at, leased_until, fingerprint FROM {{table}} AS each
      WHERE each.key = attempt.key
-       AND (:reads OR NOT attempt.free OR current_setting('transaction_isolation') <> 'serializable')
+       AND {MAY_READ}
     OFFSET 0
   ) AS found ON true
 """  # noqa: S608 - the expressions are the constants above, the table's name is quoted
@@ -161,10 +167,11 @@ class PostgreSQLBatches:
                     values = self._values(absent, token) | {"any_snapshot": True}
                     rows = connection.execute(self._claim, values).all()
                     outcomes |= _answers(rows, {intent.key: intent for intent in absent}, token)
-                    met = [row for row in rows if row.free and row.taken_at is None and row.found_at is None]
+                    met = {
+                        key for key, row in _by_key(rows) if row.free and not (row.taken_at or row.found_at)
+                    }
                     if met:  # under SERIALIZABLE, where it has not looked yet
-                        asked = {intent.key: intent for intent in absent}
-                        asked = {key: asked[key] for key, _ in _by_key(met)}
+                        asked = {intent.key: intent for intent in absent if intent.key in met}
                         values = self._values(asked.values(), token) | {"reads": True}
                         rows = connection.execute(self._claim, values).all()
                         told = _answers(rows, asked, token)

@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.claims import Duplicate, Intent, Mismatch, Outcome
 
-__all__ = ["LOOKS", "SERIALIZATION_FAILURE", "PostgreSQL", "answer_of", "receipt_of"]
+__all__ = ["LOOKS", "MAY_READ", "SERIALIZATION_FAILURE", "PostgreSQL", "answer_of", "receipt_of"]
 
 SERIALIZATION_FAILURE = "40001"
 LOOKS = 5
 """How often to look again. Each further look needs another commit, rollback or reaping in between."""
 
+MAY_READ = "(:reads OR NOT attempt.free OR current_setting('transaction_isolation') <> 'serializable')"
+"""Whether a claim looks for a row. Under SERIALIZABLE, to read where there is none is to conflict with who
+else inserts near there. So who has the lock reads only when its INSERT has met a row."""
+
 # The final SELECT reads the statement's snapshot, which the winner's COMMIT may postdate: then the row shows
 # neither `taken` nor `found`, and the statement is run again.
-# Under SERIALIZABLE, to read where there is no row is to conflict with everybody who inserts near there. So
-# who has the lock reads only when its INSERT has met a row.
 _CLAIM = """
 WITH attempt AS MATERIALIZED (
     SELECT pg_try_advisory_xact_lock(:lock) AS free,
@@ -59,7 +61,7 @@ SELECT attempt.free, attempt.fresh, attempt.at,
   LEFT JOIN LATERAL (
     SELECT claimed_at, expires_at, leased_until, fingerprint FROM {table}
      WHERE key = :key
-       AND (:reads OR NOT attempt.free OR current_setting('transaction_isolation') <> 'serializable')
+       AND {may_read}
     OFFSET 0
   ) AS found ON true
 """
@@ -135,7 +137,7 @@ class _Statement:
     """A statement that SQLAlchemy compiles once, for it is run with every claim."""
 
     def __init__(self, template: str, table: str, dialect: Dialect) -> None:
-        statement = text(template.format(table=table))
+        statement = text(template.format(table=table, may_read=MAY_READ))
         binds: list[BindParameter[Any]] = [
             bindparam(name, type_=_TYPES[name]) for name in statement.compile().params
         ]

@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 
     from fastapi_dedup.claims import Intent, Mismatch, Outcome
 
-__all__ = ["NOW", "SQLite", "answer_of", "begin_immediate", "modifier", "prepare_engine", "time_of"]
+__all__ = [
+    "NOW",
+    "SQLite",
+    "answer_of",
+    "begin_immediate",
+    "is_open",
+    "modifier",
+    "prepare_engine",
+    "time_of",
+]
 
 NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now') || '000'"
 _THEN = "strftime('%Y-%m-%d %H:%M:%f', 'now', :window) || '000'"
@@ -209,8 +218,16 @@ def begin_immediate(connection: Connection) -> None:
     The driver begins a transaction only before INSERT, UPDATE and DELETE, and as a deferred one. A deferred
     transaction that has read cannot wait for the writer's lock ("database is locked" at once).
     """
-    if not connection.connection.driver_connection.in_transaction:  # type: ignore[union-attr]  # both drivers have it
+    if not is_open(connection):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def is_open(connection: Connection) -> bool:
+    """Tell whether a transaction is open: the driver knows, and SQLAlchemy does not."""
+    try:
+        return bool(connection.connection.driver_connection.in_transaction)  # type: ignore[union-attr]  # both drivers have it
+    except (ValueError, sqlite3.ProgrammingError):  # the connection is closed
+        return False
 
 
 def _begin_before_savepoint(connection: Connection, _name: str | None) -> None:
